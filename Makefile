@@ -1,0 +1,35 @@
+# Two commands do all set-up: `make up` serves a real model through Dynamo on this machine's CPU, `make test` runs the suite.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PORT ?= 8000
+WORKERS ?= 1
+CONFIG ?= configs/smollm2-cpu.yaml
+UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
+# Wheels that the machine offers (a CPU build of torch, for instance) are taken before anything is downloaded.
+LINKS := $(if $(PIP_FIND_LINKS),$(foreach d,$(PIP_FIND_LINKS),--find-links $(d)))
+
+.PHONY: setup up test lint bench clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(if $(LINKS),-$(UV) --no-index --no-deps $(LINKS) torch)
+	$(UV) --constraint .ci/constraints.txt $(LINKS) --editable '.[demo,dev]'
+	touch $@
+
+up: setup
+	$(BIN)/pagelane up --config $(CONFIG) --workers $(WORKERS) --port $(PORT)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

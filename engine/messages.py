@@ -1,0 +1,171 @@
+"""What crosses the socket between worker and engine core: one message per step in each direction, MessagePack, column-wise.
+
+Requests are named by `key`, a number that the worker gives out once and never reuses; the request's id travels along only for
+log lines. Token ids are packed as little-endian int32 bytes.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from engine.config import CoreConfig
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How the next token of a request is chosen. `temperature == 0` is greedy and ignores the rest.
+
+    `top_k == 0`, `top_p == 1` and `min_p == 0` switch each filter off. `seed` is an unsigned 64-bit number; the random number of
+    a token depends on it and on the token's position alone, so batch mates, chunking and preemption do not change a text.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True):
+    """A request, checked and defaulted by the worker: `max_tokens >= 1` and prompt + max_tokens within the servable length."""
+
+    key: int
+    request_id: str
+    prompt: bytes
+    """Token ids, little-endian int32."""
+    block_hashes: bytes
+    """Digests of the prompt's full blocks, in order, concatenated (`BlockHasher.digest_size` bytes each)."""
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end the request; the token itself is still delivered."""
+    sampling: Sampling
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """First message to the core."""
+
+    config: CoreConfig
+
+
+class Requests(msgspec.Struct, frozen=True, tag="requests"):
+    """Everything that happened in the worker since its last message."""
+
+    submits: list[Submit] = []
+    cancels: list[int] = []
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """The core ends when it reads this. Requests that still run are dropped."""
+
+
+ToCore = Start | Requests | Stop
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The core's answer to `Start`, once it can serve."""
+
+    usable_pages: int
+    page_size: int
+    servable_length: int
+    """min(context limit, usable pages x page size), in tokens."""
+    hasher: str
+    """Fingerprint of the block hasher; the worker's must be the same."""
+    vocab_size: int
+    load_line: str
+    memory: dict[str, int]
+    """Bytes by part, as the report shows them."""
+    seconds: dict[str, float]
+    """Start-up phases."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The core cannot start or go on; it ends after this. `reason` is one line for the operator."""
+
+    reason: str
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """Consecutive blocks of one sequence that can now be shared: signed 64-bit hashes, `parent` is the block before the first."""
+
+    hashes: list[int]
+    parent: int | None
+    tokens: bytes
+    """Token ids of the blocks, little-endian int32."""
+    cache_salt: str | None = None
+
+
+class Removed(msgspec.Struct, frozen=True, array_like=True, tag="r"):
+    """Blocks that the pool no longer holds."""
+
+    hashes: list[int]
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a request: exactly one for every `Submit`."""
+
+    key: int
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    message: str = ""
+    """For `error`: what happened, for the client. Empty otherwise."""
+    refused: bool = False
+    """True if the request never ran because the lane had no room for it (queue full, or too long in the queue)."""
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges and counters of the lane, as of the end of the step. Counters only rise."""
+
+    waiting: int = 0
+    prefilling: int = 0
+    active: int = 0
+    draining: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    referenced_pages: int = 0
+    decode_steps: int = 0
+    unified_steps: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of admitted requests."""
+    cached_tokens: int = 0
+    """Of those, tokens served from the prefix cache."""
+    computed_tokens: int = 0
+    """Tokens run through the model, recomputed ones included."""
+    generated_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    """Tokens whose KV was lost to preemption and had to be computed again."""
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    refused_queue_full: int = 0
+    refused_queue_time: int = 0
+    queue_age_s: float = 0.0
+    """Seconds that the longest-waiting request has waited."""
+    step_seconds: float = 0.0
+    """Seconds spent in steps, in total."""
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag="step"):
+    """What one step gave. `tokens[i]` belongs to request `keys[i]`; a request may stand more than once, in order."""
+
+    keys: list[int]
+    tokens: bytes
+    """Sampled token ids, little-endian int32, one per key."""
+    finished: list[Finished]
+    events: list[Stored | Removed]
+    """Changes of the prefix index, in the order they happened."""
+    stats: Stats
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
+    """Sent when there is nothing else to say, a few times a second."""
+
+    stats: Stats
+    last_step_age_s: float
+
+
+FromCore = Ready | Failed | StepOutput | Heartbeat
