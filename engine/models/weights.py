@@ -1,0 +1,203 @@
+"""Reads the weights of a model directory from safetensors, checked against the configuration."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.models.config import ModelConfig, ModelError, read_json
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in total), of the checkpoint as it lies on disk."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+_STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# Old Llama checkpoints carry this buffer; it follows from config.json.
+_IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor lies, and how large it is there."""
+
+    file: Path
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight in the order of the forward pass; matrices are `[out, in]`. No head if tied."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes[prefix + "self_attn.q_proj.weight"] = (queries, hidden)
+        shapes[prefix + "self_attn.k_proj.weight"] = (keys, hidden)
+        shapes[prefix + "self_attn.v_proj.weight"] = (keys, hidden)
+        if config.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+        shapes[prefix + "self_attn.o_proj.weight"] = (hidden, queries)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        shapes[prefix + "mlp.gate_proj.weight"] = (inner, hidden)
+        shapes[prefix + "mlp.up_proj.weight"] = (inner, hidden)
+        shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied:
+        shapes[HEAD] = (config.vocab_size, hidden)
+    return shapes
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of all weights in `dtype`."""
+    return sum(torch.Size(shape).numel() for shape in weight_shapes(config).values()) * dtype.itemsize
+
+
+def load_weights(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:
+    """The weights of `weight_shapes(config)` in `dtype` on `device`.
+
+    Everything is checked before the first tensor is read. Each tensor is copied out of the memory-mapped file and
+    converted on its own, so that the peak is one copy of the weights and one tensor, and the file may change or go away
+    afterwards. A tied head that is stored all the same is not read. Raises `ModelError` for missing, unexpected or
+    misshapen tensors and for damaged files.
+    """
+    stored = _checked(directory, config)
+    total = sum(tensor.bytes for tensor in stored.values())
+    weights: dict[str, Tensor] = {}
+    done = 0
+    for name, tensor in _read(stored):
+        weights[name] = tensor.to(device=device, dtype=dtype, copy=True).contiguous()
+        done += stored[name].bytes
+        if progress is not None:
+            progress(done, total)
+    return {name: weights[name] for name in weight_shapes(config)}
+
+
+def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights of the right shapes, for speed tests: same seed, same numbers. Norms are ones."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = {}
+    for name, shape in weight_shapes(config).items():
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape, dtype=dtype, device=device)
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            # Keeps the variance of activations near one, so that no format overflows.
+            weights[name] = tensor.normal_(0.0, shape[1] ** -0.5, generator=generator)
+    return weights
+
+
+def _checked(directory: Path, config: ModelConfig) -> dict[str, _Stored]:
+    """Where each demanded weight lies, once names, shapes and types are known to be right."""
+    stored = _stored(directory)
+    expected = weight_shapes(config)
+    if config.tied:
+        stored.pop(HEAD, None)
+    missing = [name for name in expected if name not in stored]
+    if missing:
+        raise ModelError(f"{directory}: {_some(missing)} missing; config.json asks for {len(expected)} tensors")
+    unexpected = [name for name in stored if name not in expected]
+    if unexpected:
+        raise ModelError(f"{directory}: {_some(unexpected)} not expected by config.json ({config.architecture})")
+    for name, shape in expected.items():
+        found = stored[name]
+        if found.shape != shape:
+            raise ModelError(
+                f"{found.file}: {name} has shape {list(found.shape)}, but config.json asks for {list(shape)}"
+            )
+    return stored
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def _stored(directory: Path) -> dict[str, _Stored]:
+    index = directory / INDEX_FILE
+    if (directory / SINGLE_FILE).is_file() or not index.is_file():
+        return _tensors_of(_inside(directory, SINGLE_FILE))
+    mapped = read_json(index, _Index).weight_map
+    stored: dict[str, _Stored] = {}
+    for shard in sorted(set(mapped.values())):
+        tensors = _tensors_of(_inside(directory, shard, index))
+        for name in tensors:
+            if mapped.get(name, shard) != shard:
+                raise ModelError(f"{index}: {name} is listed in {mapped[name]}, but lies in {shard} too")
+        stored |= tensors
+    absent = [name for name in mapped if name not in stored]
+    if absent:
+        raise ModelError(f"{index}: {absent[0]} is listed in {mapped[absent[0]]}, but is not there")
+    return stored
+
+
+def _inside(directory: Path, name: str, index: Path | None = None) -> Path:
+    """The file `name` of `directory`; names with a path and links that lead elsewhere are refused.
+
+    The links of a Hugging Face cache, from snapshots/REVISION to blobs/, are not elsewhere.
+    """
+    path = directory / name
+    if Path(name).name != name or not name.endswith(".safetensors"):
+        raise ModelError(f"{index}: shard {name!r} is not a plain file name that ends in .safetensors")
+    if not path.is_file():
+        hint = "" if index else f"; a model directory holds {SINGLE_FILE} or {INDEX_FILE}"
+        raise ModelError(f"{path}: no such file{hint}")
+    home, target = directory.resolve(), path.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if not target.is_relative_to(home) and not target.is_relative_to(blobs):
+        raise ModelError(f"{path}: is a link to {target}, outside the model directory; put the file itself there")
+    return path
+
+
+def _tensors_of(path: Path) -> dict[str, _Stored]:
+    tensors = {}
+    with _open(path) as file:
+        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            if name.endswith(_IGNORED_SUFFIX):
+                continue
+            piece = file.get_slice(name)
+            shape, kind = tuple(piece.get_shape()), piece.get_dtype()
+            if kind not in _STORED_BYTES:
+                raise ModelError(f"{path}: {name} is of type {kind}; supported: {', '.join(_STORED_BYTES)}")
+            tensors[name] = _Stored(path, shape, torch.Size(shape).numel() * _STORED_BYTES[kind])
+    return tensors
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size
+        raise ModelError(f"{path}: not a complete safetensors file ({size} bytes): {error}") from None
+
+
+def _read(stored: dict[str, _Stored]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, file by file; each is a view of the mapped file."""
+    by_file: dict[Path, list[str]] = {}
+    for name, tensor in stored.items():
+        by_file.setdefault(tensor.file, []).append(name)
+    for path, names in by_file.items():
+        with _open(path) as file:
+            for name in names:
+                yield name, file.get_tensor(name)
