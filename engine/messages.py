@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from engine.config import CoreConfig
+from kv.events import Removed, Stored
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -85,22 +86,6 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The core cannot start or go on; it ends after this. `reason` is one line for the operator."""
 
     reason: str
-
-
-class Stored(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """Consecutive blocks of one sequence that can now be shared: signed 64-bit hashes, `parent` is the block before the first."""
-
-    hashes: list[int]
-    parent: int | None
-    tokens: bytes
-    """Token ids of the blocks, little-endian int32."""
-    cache_salt: str | None = None
-
-
-class Removed(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """Blocks that the pool no longer holds."""
-
-    hashes: list[int]
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):

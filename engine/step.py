@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.messages import Sampling
+from kv.table import TableUpdate
 
 
 class RowStart(NamedTuple):
@@ -12,14 +13,6 @@ class RowStart(NamedTuple):
 
     row: int
     sampling: Sampling
-
-
-class TableUpdate(NamedTuple):
-    """The block table of `row` holds `page` at `index` from this step on (`index` counts pages of the sequence)."""
-
-    row: int
-    index: int
-    page: int
 
 
 class Chunk(NamedTuple):

@@ -1,1 +1,1 @@
-"""Paged KV bookkeeping: geometry, budget, page pool, prefix index, block hashes, page tables and events. No torch here."""
+"""Paged KV bookkeeping: geometry, budget, page pool, prefix index, block hashes, page tables, events. No torch here."""
