@@ -11,14 +11,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.models.config import ModelConfig, ModelError, read_json
+from engine.models.shapes import HEAD, weight_shapes
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total), of the checkpoint as it lies on disk."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Old Llama checkpoints carry this buffer; it follows from config.json.
@@ -36,31 +35,6 @@ class _Stored:
     file: Path
     shape: tuple[int, ...]
     bytes: int
-
-
-def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight in the order of the forward pass; matrices are `[out, in]`. No head if tied."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
-    for layer in range(config.layers):
-        prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (hidden,)
-        shapes[prefix + "self_attn.q_proj.weight"] = (queries, hidden)
-        shapes[prefix + "self_attn.k_proj.weight"] = (keys, hidden)
-        shapes[prefix + "self_attn.v_proj.weight"] = (keys, hidden)
-        if config.qk_norm:
-            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
-            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
-        shapes[prefix + "self_attn.o_proj.weight"] = (hidden, queries)
-        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        shapes[prefix + "mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[prefix + "mlp.up_proj.weight"] = (inner, hidden)
-        shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tied:
-        shapes[HEAD] = (config.vocab_size, hidden)
-    return shapes
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
