@@ -1,0 +1,348 @@
+"""Dynamo's `LLMEngine` over an engine core in a process of its own."""
+
+import asyncio
+import itertools
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from dynamo.common.backend.engine import EngineConfig, LLMEngine, LlmRegistration
+from dynamo.common.backend.health_check import build_health_check_payload, is_probe
+from dynamo.common.backend.publisher import PushSource
+from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
+from dynamo.llm.exceptions import CannotConnect, DynamoException, EngineShutdown, InvalidArgument, Unknown
+
+from engine.messages import Finished, Ready, Submit
+from kv.hashing import Blake2bHasher
+from worker import convert, metrics
+from worker.client import CORE_COMMAND, ClientConfig, CoreClient, CoreError, Listener, Stream
+from worker.config import WorkerConfig
+from worker.flags import load_config
+from worker.model import generation_defaults
+from worker.publish import RANK, EventRelay, LoadReporter
+from worker.registration import dynamo_config, model_directory, served_name
+
+logger = logging.getLogger("pagelane")
+
+HASH_IN_THREAD_TOKENS = 4096
+"""Prompts from this length are hashed off the event loop: 4096 tokens take about 0.3 ms, a step's worth of streams."""
+
+Chunk = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the backend takes from outside; tests replace it."""
+
+    core_command: Sequence[str] = CORE_COMMAND
+    clock: Callable[[], float] = time.monotonic
+    rng: Callable[[], random.Random] = random.SystemRandom
+    end_process: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    """Called once when the core is lost: Dynamo's Worker owns SIGTERM and leaves discovery on it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request that the core works on."""
+
+    submit: Submit
+    context: Any
+    stream: Stream
+    last: float
+    """When its last chunk left, at first when it arrived."""
+    ended: bool = False
+
+
+class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
+    """One worker: requests in, chunks out, an engine core behind it.
+
+    Dynamo's Worker calls `start`, then `generate` for every request, and `cleanup` at the end; see
+    `dynamo/common/backend/engine.py` for the contract.
+    """
+
+    def __init__(self, config: WorkerConfig, surroundings: Surroundings | None = None) -> None:
+        self.config = config
+        self._around = surroundings or Surroundings()
+        self._random = self._around.rng()
+        self._keys = itertools.count(1)
+        self._running: dict[str, list[_Running]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._client: CoreClient | None = None
+        self._ready: Ready | None = None
+        self._served: convert.ServedModel | None = None
+        self._hasher = Blake2bHasher(config.kv_page_size)
+        self._relay = EventRelay(config.kv_page_size, config.enable_kv_events)
+        self._load: LoadReporter | None = None
+        self._load_timer: asyncio.Task[None] | None = None
+        self._observed: metrics.RequestMetrics | None = None
+        self._registry: Any = None
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple["Backend", DynamoConfig]:
+        """Read flags, YAML file and environment. Raises `ConfigError` with one line for the operator."""
+        config = load_config(argv or [], os.environ)
+        return cls(config), dynamo_config(config)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine core is gone, or None."""
+        return self._client.failure if self._client is not None else None
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Start the engine core and wait until it can serve. Raises `EngineShutdown` if it cannot."""
+        directory = model_directory(self.config)
+        defaults = generation_defaults(directory)
+        for request in defaults.unserved:
+            logger.warning("generation_config.json asks for %s, which is not served and is left out", request)
+        core = msgspec.structs.replace(self.config.core(), model=str(directory))
+        listener = Listener(self._relay.publish, self._report_load, self._on_failure)
+        self._client = CoreClient(ClientConfig(core, self._around.core_command, clock=self._around.clock), listener)
+        try:
+            ready = self._checked(await self._client.start())
+        except CoreError as error:
+            raise EngineShutdown(f"the engine core cannot start: {error}") from None
+        self._ready = ready
+        self._served = convert.ServedModel(
+            ready.vocab_size, ready.servable_length, self.config.default_max_tokens, defaults.sampling
+        )
+        self._load = LoadReporter(ready.usable_pages, self.config.load_publish_interval_s, self._around.clock)
+        self._load_timer = asyncio.get_running_loop().create_task(self._report_regularly())
+        sources = metrics.Sources(lambda: self._live_client().stats, ready, self._published)
+        self._registry, self._observed = metrics.build_registry(sources)
+        logger.info("worker %x: %s", worker_id, ready.load_line)
+        return self._registration(ready, directory)
+
+    def _checked(self, ready: Ready) -> Ready:
+        if ready.hasher != self._hasher.fingerprint:
+            raise CoreError(
+                f"its block hasher is {ready.hasher}, the worker's is {self._hasher.fingerprint}: both must come from "
+                "the same installation"
+            )
+        return ready
+
+    def _registration(self, ready: Ready, directory: Path) -> EngineConfig:
+        return EngineConfig(
+            model=str(directory),
+            served_model_name=self.config.served_model_name or served_name(self.config.model),
+            llm=LlmRegistration(
+                context_length=ready.servable_length,
+                kv_cache_block_size=ready.page_size,
+                total_kv_blocks=ready.usable_pages,
+                max_num_seqs=self.config.max_bucket,
+                max_num_batched_tokens=self.config.max_step_tokens,
+                data_parallel_size=1,
+                data_parallel_start_rank=RANK,
+            ),
+        )
+
+    async def generate(self, request: dict[str, Any], context: Any) -> AsyncGenerator[Chunk, None]:
+        """Serve one request: chunks with new tokens, then exactly one terminal chunk.
+
+        Raises `InvalidArgument` for what the client can mend, `CannotConnect` if the lane has no room (the frontend may
+        try another worker), `EngineShutdown` if this worker goes away, and `Unknown` for what is our fault.
+        """
+        try:
+            if is_probe(request):
+                yield self._probe_chunk()
+                return
+            arrived = self._around.clock()
+            submit = await self._admitted(request, context)
+            if context.is_stopped():
+                yield convert.final_chunk([], _cancelled(submit, 0))
+                return
+            running = self._enter(submit, context, arrived)
+            try:
+                while not running.ended:
+                    chunk = self._next_chunk(running, await running.stream.take())
+                    if chunk is not None:
+                        yield chunk
+            finally:
+                self._leave(running)
+        except DynamoException:
+            raise
+        except Exception as error:  # a ValueError or TypeError would reach the client as if it were its own fault
+            logger.exception("request %s: internal error", context.id())
+            raise Unknown(f"internal error: {type(error).__name__}") from error
+
+    async def _admitted(self, request: dict[str, Any], context: Any) -> Submit:
+        """The request, checked, with its block hashes."""
+        request_id = str(context.id())
+        observed = self._observations()
+        try:
+            self._refuse_if_going()
+            submit = convert.to_submit(
+                request, next(self._keys), request_id, self._served_model(), lambda: self._random.getrandbits(64)
+            )
+            submit = await self._hashed(submit)
+            self._refuse_if_going()
+        except InvalidArgument as error:
+            observed.refused.labels("invalid").inc()
+            logger.info("request %s: refused: %s", request_id, error)
+            raise
+        except EngineShutdown:
+            observed.refused.labels("shutdown").inc()
+            raise
+        return submit
+
+    async def _hashed(self, submit: Submit) -> Submit:
+        if len(submit.prompt) // 4 < HASH_IN_THREAD_TOKENS:
+            digests = self._hasher.chain(submit.prompt, submit.cache_salt)
+        else:
+            digests = await asyncio.to_thread(self._hasher.chain, submit.prompt, submit.cache_salt)
+        return msgspec.structs.replace(submit, block_hashes=b"".join(digests))
+
+    def _enter(self, submit: Submit, context: Any, arrived: float) -> _Running:
+        running = _Running(submit, context, self._live_client().submit(submit), arrived)
+        self._running.setdefault(submit.request_id, []).append(running)
+        self._idle.clear()
+        return running
+
+    def _leave(self, running: _Running) -> None:
+        """Forget a request, and have the core forget it too if it has not ended there: the client may just be gone."""
+        self._live_client().cancel(running.submit.key)
+        siblings = self._running[running.submit.request_id]
+        siblings.remove(running)
+        if not siblings:
+            del self._running[running.submit.request_id]
+        if not self._running:
+            self._idle.set()
+
+    def _next_chunk(self, running: _Running, tokens: list[int]) -> Chunk | None:
+        """The chunk for new `tokens`, terminal if the request has ended. Raises what the client is to see of a bad end."""
+        if tokens:
+            self._observe(running, len(tokens))
+        end = self._end_of(running)
+        if end is None:
+            return convert.token_chunk(tokens) if tokens else None
+        running.ended = True
+        self._observations().finished.labels(end.reason).inc()
+        return convert.final_chunk(tokens, end)
+
+    def _observe(self, running: _Running, count: int) -> None:
+        now, observed = self._around.clock(), self._observations()
+        if running.stream.delivered == count:
+            observed.time_to_first_token.observe(now - running.last)
+        else:
+            observed.inter_token_latency.observe((now - running.last) / count)
+        running.last = now
+
+    def _end_of(self, running: _Running) -> Finished | None:
+        """How a request ended, None if it goes on."""
+        stream, request_id = running.stream, running.submit.request_id
+        if stream.error is not None:
+            self._observations().finished.labels("error").inc()
+            raise EngineShutdown(stream.error)
+        if stream.end is None:
+            return _cancelled(running.submit, stream.delivered) if running.context.is_stopped() else None
+        if stream.end.refused:
+            self._observations().refused.labels("capacity").inc()
+            logger.warning("request %s: refused: %s", request_id, stream.end.message)
+            raise CannotConnect(stream.end.message)
+        if stream.end.reason == "error":
+            self._observations().finished.labels("error").inc()
+            logger.error("request %s: %s", request_id, stream.end.message)
+            raise Unknown(stream.end.message)
+        return stream.end
+
+    async def abort(self, context: Any) -> None:
+        """The client has gone: its stream ends now. Requests may share an id, so the context decides."""
+        for running in self._running.get(str(context.id()), ()):
+            if running.context.is_stopped():
+                self._live_client().cancel(running.submit.key)
+                running.stream.wake()
+
+    async def cleanup(self) -> None:
+        """Stop admission, let running requests end for up to `drain_timeout_s`, fail the rest, end the core.
+
+        May be called on a backend that never started, and more than once.
+        """
+        self._draining = True
+        if self._client is None:
+            return
+        try:
+            await asyncio.wait_for(self._idle.wait(), self.config.drain_timeout_s)
+        except TimeoutError:
+            logger.warning("%d requests are still running and fail now", sum(map(len, self._running.values())))
+        self._client.fail_streams("this worker shuts down")
+        await asyncio.sleep(0)
+        if self._load_timer is not None:
+            self._load_timer.cancel()
+            self._load_timer = None
+        await self._client.stop()
+
+    async def kv_event_sources(self) -> list[PushSource]:
+        """One source, for the one rank."""
+        return [PushSource(on_ready=self._relay.attach, dp_rank=RANK)] if self.config.enable_kv_events else []
+
+    def component_metrics_dp_ranks(self) -> list[int]:
+        """The one rank."""
+        return [RANK]
+
+    def attach_snapshot_publisher(self, publisher: Any) -> None:
+        """Take Dynamo's publisher of load and report at once."""
+        if self._load is not None:
+            self._load.attach(publisher)
+            self._report_load(self._live_client().stats)
+
+    async def register_prometheus(self, metrics_handle: Any) -> None:
+        """Add the `pagelane_*` metrics to Dynamo's /metrics page."""
+        if self._registry is not None:
+            metrics.register(metrics_handle, self._registry)
+
+    async def health_check_payload(self) -> dict[str, Any]:
+        """The canary; `generate` answers it from the core's heartbeat, past the queue."""
+        return dict(build_health_check_payload(bos_token_id=1))
+
+    def _probe_chunk(self) -> Chunk:
+        self._refuse_if_going()
+        return convert.final_chunk([], Finished(0, "stop", 1, 0, 0))
+
+    def _refuse_if_going(self) -> None:
+        if self.failure is not None:
+            raise EngineShutdown(self.failure)
+        if self._draining or self._client is None:
+            raise EngineShutdown("this worker shuts down" if self._draining else "this worker has not started")
+
+    def _on_failure(self, reason: str) -> None:
+        logger.error("%s: its requests fail and this worker ends", reason)
+        self._around.end_process()
+
+    def _report_load(self, stats: Any) -> None:
+        if self._load is not None:
+            self._load.report(stats)
+
+    async def _report_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.load_publish_interval_s)
+            self._report_load(self._live_client().stats)
+
+    def _published(self) -> tuple[int, int, int]:
+        return self._relay.stored_blocks, self._relay.removed_blocks, self._relay.errors
+
+    def _live_client(self) -> CoreClient:
+        if self._client is None:
+            raise EngineShutdown("this worker has not started")
+        return self._client
+
+    def _served_model(self) -> convert.ServedModel:
+        if self._served is None:
+            raise EngineShutdown("this worker has not started")
+        return self._served
+
+    def _observations(self) -> metrics.RequestMetrics:
+        if self._observed is None:
+            raise EngineShutdown("this worker has not started")
+        return self._observed
+
+
+def _cancelled(submit: Submit, delivered: int) -> Finished:
+    return Finished(submit.key, "cancelled", len(submit.prompt) // 4, delivered, 0)

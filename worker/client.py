@@ -1,0 +1,353 @@
+"""The worker's end of the socket to its engine core: starts the process, sends requests, hands out what comes back.
+
+One message a step crosses in each direction. Tokens of a step are appended to their streams, and a stream that waits is
+woken once, however many of its tokens have come.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from engine.config import CoreConfig
+from engine.messages import (
+    Failed,
+    Finished,
+    FromCore,
+    Heartbeat,
+    Ready,
+    Requests,
+    Start,
+    Stats,
+    StepOutput,
+    Stop,
+    Submit,
+)
+from kv.events import Removed, Stored
+
+CORE_COMMAND = (sys.executable, "-m", "engine")
+
+
+class CoreError(Exception):
+    """The core could not start, died or stopped making steps. The text is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """How a core is started and watched. Times in seconds."""
+
+    core: CoreConfig
+    command: Sequence[str] = CORE_COMMAND
+    """Program and first arguments; the socket's address is added."""
+    stop_timeout_s: float = 5.0
+    """How long a core may take to end after `Stop`, and again after SIGTERM, before it is killed."""
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(slots=True)
+class Listener:
+    """Who is told what the core reports. Called on the event loop; must not raise."""
+
+    events: Callable[[list[Stored | Removed]], None] = lambda events: None
+    stats: Callable[[Stats], None] = lambda stats: None
+    failure: Callable[[str], None] = lambda reason: None
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """What has come for one request and has not been taken yet."""
+
+    key: int
+    tokens: list[int] = field(default_factory=list)
+    delivered: int = 0
+    """Tokens that have come so far, taken or not."""
+    end: Finished | None = None
+    error: str | None = None
+    """Why the core will never finish this request."""
+    _waiter: asyncio.Future[None] | None = None
+
+    async def take(self) -> list[int]:
+        """Wait until there is something new and return all tokens that are there; `end` or `error` may be set by then.
+
+        At most one caller may wait.
+        """
+        if not self.tokens and self.end is None and self.error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        tokens, self.tokens = self.tokens, []
+        return tokens
+
+    def wake(self) -> None:
+        """Let `take` return."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class CoreClient:
+    """One engine core process and the requests it works on. All methods are called on one event loop."""
+
+    def __init__(self, config: ClientConfig, listener: Listener) -> None:
+        self.stats = Stats()
+        self._config = config
+        self._listener = listener
+        self._streams: dict[int, Stream] = {}
+        self._submits: list[Submit] = []
+        self._cancels: list[int] = []
+        self._flush_scheduled = False
+        self._failure: str | None = None
+        self._stopping = False
+        self._heard = 0.0
+        self._busy_since = 0.0
+        self._ready: asyncio.Future[Ready] | None = None
+        self._exited: asyncio.Event = asyncio.Event()
+        self._watchdog: asyncio.Task[None] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._directory: Path | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._outbox: deque[bytes] = deque()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromCore)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the core is gone, or None while it lives."""
+        return self._failure
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    async def start(self) -> Ready:
+        """Start the core and wait until it can serve. Raises `CoreError` if it cannot."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        address = self._bind()
+        self._spawn(address)
+        self._heard = self._config.clock()
+        self._send(Start(self._config.core))
+        ready = await self._ready
+        self._heard = self._config.clock()
+        self._watchdog = loop.create_task(self._watch())
+        return ready
+
+    def _bind(self) -> str:
+        self._directory = Path(tempfile.mkdtemp(prefix="pagelane-"))  # made with mode 0700: others cannot connect
+        address = f"ipc://{self._directory / 'core.sock'}"
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.bind(address)
+        asyncio.get_running_loop().add_reader(int(self._socket.fd), self._on_socket)
+        return address
+
+    def _spawn(self, address: str) -> None:
+        # A session of its own: Ctrl-C in a terminal reaches the worker alone, which then drains and stops the core.
+        command = [*self._config.command, address]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+
+    def submit(self, submit: Submit) -> Stream:
+        """Hand a request to the core. Its stream ends exactly once, by `end` or by `error`."""
+        stream = Stream(submit.key)
+        if self._failure is not None or self._socket is None:
+            stream.error = self._failure or "the engine core is not running"
+            return stream
+        if not self._streams:
+            self._busy_since = self._config.clock()
+        self._streams[submit.key] = stream
+        self._submits.append(submit)
+        self._schedule_flush()
+        return stream
+
+    def cancel(self, key: int) -> None:
+        """Stop a request; its stream gets nothing more. Does nothing if it has ended."""
+        if self._streams.pop(key, None) is None:
+            return
+        self._cancels.append(key)
+        self._schedule_flush()
+
+    def fail_streams(self, reason: str) -> None:
+        """End every stream with `error`, and cancel what the core still runs."""
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.error = reason
+            stream.wake()
+        if self._failure is None and self._socket is not None:
+            self._cancels.extend(streams)
+            self._schedule_flush()
+
+    async def stop(self) -> None:
+        """End the core: asked first, then terminated, then killed. May be called at any time and more than once."""
+        self._stopping = True
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        self.fail_streams("the worker shuts down")
+        if self._process is not None:
+            await self._end_process(self._process)
+        self._close()
+
+    async def _end_process(self, process: subprocess.Popen[bytes]) -> None:
+        if self._socket is not None:
+            self._send(Stop())
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None and process.poll() is None:
+                process.send_signal(number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exited.wait(), self._config.stop_timeout_s)
+            if process.poll() is not None:
+                return
+
+    def _close(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._pidfd >= 0:
+            loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._socket is not None and self._context is not None:
+            loop.remove_reader(int(self._socket.fd))
+            self._socket.close()
+            self._context.term()
+            self._socket = self._context = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self._socket is None or self._failure is not None:
+            return
+        message = Requests(self._submits, self._cancels)
+        self._submits, self._cancels = [], []
+        self._send(message)
+
+    def _send(self, message: Start | Requests | Stop) -> None:
+        self._outbox.append(self._encoder.encode(message))
+        self._on_socket()
+
+    def _on_socket(self) -> None:
+        """Send and take whatever can be.
+
+        The socket's file descriptor is edge-triggered and any call on the socket can use up the edge, so that both
+        directions are exhausted every time.
+        """
+        with contextlib.suppress(zmq.Again):  # the core has not connected yet; the descriptor tells when it does
+            while self._outbox and self._socket is not None:
+                self._socket.send(self._outbox[0], zmq.NOBLOCK)
+                self._outbox.popleft()
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._socket is not None:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard = self._config.clock()
+            self._handle(frame)
+
+    def _handle(self, frame: bytes) -> None:
+        try:
+            message = self._decoder.decode(frame)
+        except msgspec.DecodeError as error:
+            self._fail(f"the engine core sent a message that cannot be read: {error}")
+            return
+        match message:
+            case StepOutput():
+                self._take_step(message)
+            case Heartbeat():
+                self._take_stats(message.stats)
+                self._check_progress(message.last_step_age_s)
+            case Ready():
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(message)
+            case Failed():
+                self._fail(message.reason)
+
+    def _take_step(self, step: StepOutput) -> None:
+        streams = self._streams
+        woken: dict[int, Stream] = {}
+        for key, token in zip(step.keys, memoryview(step.tokens).cast("i"), strict=True):
+            stream = streams.get(key)
+            if stream is not None:
+                stream.tokens.append(token)
+                stream.delivered += 1
+                woken[key] = stream
+        for end in step.finished:
+            stream = streams.pop(end.key, None)
+            if stream is not None:
+                stream.end = end
+                woken[end.key] = stream
+        self._busy_since = self._heard
+        if step.events:
+            self._listener.events(step.events)
+        self._take_stats(step.stats)
+        for stream in woken.values():
+            stream.wake()
+
+    def _take_stats(self, stats: Stats) -> None:
+        self.stats = stats
+        self._listener.stats(stats)
+
+    def _check_progress(self, last_step_age_s: float) -> None:
+        """The core talks, but does it make steps? An idle core's last step may be old: only time with work counts."""
+        limit = self._config.core.step_timeout_s
+        if self._streams and last_step_age_s > limit and self._heard - self._busy_since > limit:
+            self._fail(f"the engine core has {self.running} requests and made no step for {last_step_age_s:.0f} s")
+
+    async def _watch(self) -> None:
+        limit = self._config.core.step_timeout_s
+        while self._failure is None:
+            await asyncio.sleep(min(1.0, limit / 4))
+            silence = self._config.clock() - self._heard
+            if silence > limit:
+                self._drain()  # the loop itself may have been held up: what has come meanwhile counts
+                silence = self._config.clock() - self._heard
+            if silence > limit:
+                self._fail(f"the engine core has said nothing for {silence:.1f} s (step_timeout_s is {limit:g})")
+
+    def _on_exit(self) -> None:
+        if self._process is None:
+            return
+        self._drain()  # its last words
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        code = self._process.wait()
+        self._exited.set()
+        if not self._stopping:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            self._fail(f"the engine core {how}")
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is not None or self._stopping:
+            return
+        self._failure = reason
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(CoreError(reason))
+            return
+        self.fail_streams(reason)
+        self._listener.failure(reason)

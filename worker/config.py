@@ -1,0 +1,143 @@
+"""Settings of a worker: those of its engine core, and those of the Dynamo side.
+
+Each key is documented where it is declared; flags, YAML keys, `--help` and error messages are made from here.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from engine.config import CoreConfig, Positive
+from kv.geometry import PageSizeError, check_page_size
+
+Seconds = Annotated[float, Meta(gt=0)]
+
+ENVIRONMENT = {
+    "served_model_name": "DYN_SERVED_MODEL_NAME",
+    "namespace": "DYN_NAMESPACE",
+    "component": "DYN_COMPONENT",
+    "endpoint_types": "DYN_ENDPOINT_TYPES",
+    "discovery_backend": "DYN_DISCOVERY_BACKEND",
+    "request_plane": "DYN_REQUEST_PLANE",
+    "event_plane": "DYN_EVENT_PLANE",
+    "tool_call_parser": "DYN_TOOL_CALL_PARSER",
+    "reasoning_parser": "DYN_REASONING_PARSER",
+    "custom_jinja_template": "DYN_CUSTOM_JINJA_TEMPLATE",
+}
+"""Variables that give a key's default, as Dynamo's own backends and its Kubernetes operator name them."""
+
+SHUTDOWN_DEADLINE = ("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", 30.0)
+GRACE_PERIOD = ("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 5.0)
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The text is one line that names key, value and what is allowed."""
+
+
+class WorkerConfig(CoreConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Everything a worker is told at its start."""
+
+    served_model_name: Annotated[
+        str | None, Meta(description="Name that clients use for the model; null is the last part of the model's path.")
+    ] = None
+    namespace: Annotated[
+        str, Meta(min_length=1, description="Dynamo namespace; DYN_NAMESPACE_WORKER_SUFFIX is appended if it is set.")
+    ] = "dynamo"
+    component: Annotated[
+        str, Meta(min_length=1, description="Dynamo component that this worker is an instance of.")
+    ] = "backend"
+    endpoint: Annotated[str, Meta(min_length=1, description="Dynamo endpoint that serves requests.")] = "generate"
+    endpoint_types: Annotated[
+        str, Meta(min_length=1, description="OpenAI endpoints to offer: chat, completions, or both with a comma.")
+    ] = "chat,completions"
+    discovery_backend: Annotated[
+        Literal["kubernetes", "etcd", "file", "mem"], Meta(description="Where workers and frontends find each other.")
+    ] = "etcd"
+    request_plane: Annotated[
+        Literal["tcp", "nats"], Meta(description="How requests travel from frontend to worker.")
+    ] = "tcp"
+    event_plane: Annotated[
+        Literal["zmq", "nats"] | None, Meta(description="How KV events and load travel; null is Dynamo's own choice.")
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        Meta(description="Frontend's parser for tool calls; auto takes the model family's, null switches parsing off."),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str | None,
+        Meta(description="Frontend's parser for reasoning; auto takes the model family's, null switches parsing off."),
+    ] = "auto"
+    custom_jinja_template: Annotated[
+        str | None, Meta(description="Chat template file that replaces the model's own.")
+    ] = None
+    default_max_tokens: Annotated[
+        Positive | None,
+        Meta(description="max_tokens of a request that names none; null lets it run to the servable length."),
+    ] = None
+    enable_kv_events: Annotated[
+        bool,
+        Meta(description="Publish KV events and load, so that the router can route by prefix."),
+    ] = True
+    load_publish_interval_s: Annotated[
+        Seconds, Meta(description="Longest time between two load reports in seconds; changes are reported at once.")
+    ] = 0.1
+    drain_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="At shutdown, how long running requests may go on, in seconds. With Dynamo's grace period it "
+            "must stay below DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT (30).",
+        ),
+    ] = 20.0
+
+    def core(self) -> CoreConfig:
+        """The part that the engine core is sent."""
+        return CoreConfig(**{name: getattr(self, name) for name in CoreConfig.__struct_fields__})
+
+
+def check(config: WorkerConfig, environ: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for values that no single key's type excludes, and for keys that contradict each other."""
+    try:
+        check_page_size(config.kv_page_size)
+    except PageSizeError as error:
+        raise ConfigError(str(error)) from None
+    if config.max_step_tokens < config.max_bucket:
+        raise ConfigError(
+            f"max_step_tokens is {config.max_step_tokens} and max_bucket is {config.max_bucket}, but a step must hold "
+            "one token of every active request: raise max_step_tokens or lower max_bucket"
+        )
+    if config.max_chunk_tokens is not None and config.max_chunk_tokens > config.max_step_tokens:
+        raise ConfigError(
+            f"max_chunk_tokens is {config.max_chunk_tokens} and max_step_tokens is {config.max_step_tokens}, but a "
+            "chunk must fit in a step: lower max_chunk_tokens or raise max_step_tokens"
+        )
+    _check_endpoint_types(config.endpoint_types)
+    _check_drain(config.drain_timeout_s, environ)
+
+
+def _check_endpoint_types(value: str) -> None:
+    for name in value.split(","):
+        if name.strip() not in ("chat", "completions"):
+            raise ConfigError(f"endpoint_types is {value!r}, but must be chat, completions or chat,completions")
+
+
+def _check_drain(drain_s: float, environ: Mapping[str, str]) -> None:
+    deadline = _seconds(environ, *SHUTDOWN_DEADLINE)
+    grace = _seconds(environ, *GRACE_PERIOD)
+    if drain_s + grace >= deadline:
+        raise ConfigError(
+            f"drain_timeout_s is {drain_s:g} and {GRACE_PERIOD[0]} is {grace:g}, together at or over "
+            f"{SHUTDOWN_DEADLINE[0]}, which is {deadline:g}: the process would be killed while it drains; "
+            f"lower drain_timeout_s or raise {SHUTDOWN_DEADLINE[0]}"
+        )
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, but must be a number of seconds") from None
