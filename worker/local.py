@@ -70,7 +70,7 @@ class LocalWorker:
     child: Child
     system_port: int
     instance_id: int = 0
-    """Dynamo's number of the worker, 0 until it serves. Metrics of workers show it in hex, those of frontends in decimal."""
+    """Dynamo's number of the worker, 0 until it serves. Workers' metrics show it in hex, frontends' in decimal."""
 
     @property
     def system_url(self) -> str:

@@ -22,6 +22,9 @@ QUIET_TARGETS = ("mm_routing", "request_span", "dynamo_runtime", "dynamo_llm", "
 """Dynamo's log targets that speak of every connection and request: shown from ERROR on, since their warnings also stand
 in the log of a stack that is well ("Adding worker", "Failed to unregister endpoint" after it was unregistered)."""
 
+QUIET_MESSAGES = ("monitor_instance_source: The Sender is dropped",)
+"""Beginnings of errors that a frontend logs for every worker whenever it is told to stop."""
+
 
 class _LogRecord(msgspec.Struct, frozen=True):
     """What is read of a line of Dynamo's JSON log; Python's records arrive with the target "log"."""
@@ -48,6 +51,7 @@ def readable(line: str) -> str | None:
         return _ESCAPES.sub("", line).rstrip()
     urgent = record.level in ("WARN", "ERROR")
     loud = record.level == "ERROR" or not record.target.startswith(QUIET_TARGETS)
+    loud = loud and not record.message.startswith(QUIET_MESSAGES)
     from_python = record.target == "log" and not record.log_target.startswith(("router_args", "main."))
     if not loud or not (urgent or from_python or record.target.startswith("dynamo_backend_common")):
         return None
