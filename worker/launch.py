@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from worker.config import ConfigError, WorkerConfig
 from worker.flags import HelpRequested, help_text, load_config
-from worker.local import LOOPBACK, LocalConfig, LocalError, LocalStack, PortTaken
+from worker.local import LOOPBACK, LocalConfig, LocalError, LocalStack, PortTaken, check_port
 from worker.process import Child
 
 USAGE_ERROR = 2
@@ -73,8 +73,8 @@ def usage() -> str:
         "A worker that dies is reported and not restarted; the rest serve on, and the last one's end ends all.",
         "DYN_LOG sets the level of the processes' logs. Every flag of a worker passes through:",
     )
-    flags = help_text().partition("--config FILE")[2]
-    return "\n".join(own) + "\n\n  --config FILE" + flags
+    mark = "\n  --config FILE\n"
+    return "\n".join(own) + "\n" + mark + help_text().partition(mark)[2]
 
 
 def share_cores(config: UpConfig, cores: int) -> Sequence[str]:
@@ -142,6 +142,7 @@ class Launcher:
 
     async def _serve(self) -> int:
         begin = time.monotonic()
+        check_port(self._config.host, self._config.port)
         plural = "s" if self._config.workers > 1 else ""
         self._say(f"starting a frontend and {self._config.workers} worker{plural} for {self._config.worker.model}")
         if not await self._or_stop(self._stack.start()):

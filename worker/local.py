@@ -215,19 +215,24 @@ class LocalStack:
         """The frontend and the workers."""
         return [*([self.frontend] if self.frontend else []), *(worker.child for worker in self.workers)]
 
-    async def stop(self) -> None:
-        """End the workers, which finish their running requests, then the frontend; remove the directory."""
+    async def stop(self) -> list[int]:
+        """End the workers, which finish their running requests, then the frontend; remove the directory.
+
+        Returns the ids of processes that outlived this and had to be killed: none, if all is well.
+        """
         try:
             await asyncio.gather(*(worker.child.stop(self.config.stop_timeout_s) for worker in self.workers))
             if self.frontend is not None:
                 await self.frontend.stop(5.0)
         finally:
+            left = self.processes()
             self.kill()
         await asyncio.gather(*(child.wait() for child in self.children()))
         for watcher in self._watchers:
             watcher.cancel()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+        return left
 
     def kill(self) -> None:
         """SIGKILL to every process of the stack, now, orphans of killed workers included."""
