@@ -1,7 +1,7 @@
 """A deterministic engine core for tests of the worker: speaks `engine.messages`, computes nothing, imports no torch.
 
-Started like the real one, with the socket's address as the last argument: `python fake_core.py [options] ADDRESS`. The i-th
-output token of a request is `(last prompt token + 1 + i) % vocab_size`. Full blocks of a prompt are cached for ever.
+Started like the real one, with the socket's address as the last argument: `python fake_core.py [options] ADDRESS`. The
+i-th output token of a request is `(last prompt token + 1 + i) % VOCAB_SIZE`. Full blocks of prompts stay cached.
 """
 
 import argparse

@@ -27,7 +27,7 @@ from worker.config import WorkerConfig
 from worker.flags import load_config
 from worker.model import generation_defaults
 from worker.publish import RANK, EventRelay, LoadReporter
-from worker.registration import dynamo_config, model_directory, served_name
+from worker.registration import PAGE_SIZE_KEY, dynamo_config, model_directory, other_page_size, served_name
 
 logger = logging.getLogger("pagelane")
 
@@ -76,6 +76,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._failure: str | None = None
         self._client: CoreClient | None = None
         self._ready: Ready | None = None
         self._served: convert.ServedModel | None = None
@@ -94,8 +95,8 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
 
     @property
     def failure(self) -> str | None:
-        """Why the engine core is gone, or None."""
-        return self._client.failure if self._client is not None else None
+        """Why this worker cannot serve, or None."""
+        return self._client.failure if self._failure is None and self._client is not None else self._failure
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Start the engine core and wait until it can serve. Raises `EngineShutdown` if it cannot."""
@@ -109,7 +110,8 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         try:
             ready = self._checked(await self._client.start())
         except CoreError as error:
-            raise EngineShutdown(f"the engine core cannot start: {error}") from None
+            self._failure = f"the engine core cannot start: {error}"
+            raise EngineShutdown(self._failure) from None
         self._ready = ready
         self._served = convert.ServedModel(
             ready.vocab_size, ready.servable_length, self.config.default_max_tokens, defaults.sampling
@@ -129,10 +131,22 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             )
         return ready
 
+    async def on_endpoint_ready(self, endpoint: Any) -> None:
+        """Refuse to serve beside a worker with another page size: the router could not compare their block hashes."""
+        other = await other_page_size(endpoint, self.config.kv_page_size)
+        if other is not None:
+            self._failure = (
+                f"kv_page_size is {self.config.kv_page_size}, but a worker with pages of {other} tokens already serves "
+                f"{self.config.namespace}.{self.config.component}.{self.config.endpoint}: use the same page size, or "
+                "another namespace or component"
+            )
+            raise EngineShutdown(self._failure)
+
     def _registration(self, ready: Ready, directory: Path) -> EngineConfig:
         return EngineConfig(
             model=str(directory),
             served_model_name=self.config.served_model_name or served_name(self.config.model),
+            runtime_data={PAGE_SIZE_KEY: str(ready.page_size)},
             llm=LlmRegistration(
                 context_length=ready.servable_length,
                 kv_cache_block_size=ready.page_size,
@@ -217,7 +231,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             self._idle.set()
 
     def _next_chunk(self, running: _Running, tokens: list[int]) -> Chunk | None:
-        """The chunk for new `tokens`, terminal if the request has ended. Raises what the client is to see of a bad end."""
+        """The chunk for new `tokens`, terminal if the request has ended. Raises if it ended badly."""
         if tokens:
             self._observe(running, len(tokens))
         end = self._end_of(running)

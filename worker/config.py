@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from engine.config import CoreConfig, Positive
+from kv.budget import SizeError, parse_size
 from kv.geometry import PageSizeError, check_page_size
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -102,6 +103,10 @@ def check(config: WorkerConfig, environ: Mapping[str, str]) -> None:
         check_page_size(config.kv_page_size)
     except PageSizeError as error:
         raise ConfigError(str(error)) from None
+    try:
+        parse_size(config.kv_cache_memory)
+    except SizeError as error:
+        raise ConfigError(f"kv_cache_memory: {error}") from None
     if config.max_step_tokens < config.max_bucket:
         raise ConfigError(
             f"max_step_tokens is {config.max_step_tokens} and max_bucket is {config.max_bucket}, but a step must hold "

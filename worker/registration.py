@@ -1,11 +1,21 @@
 """How a worker presents itself to Dynamo: names, parsers, planes."""
 
+import asyncio
+import contextlib
 from pathlib import Path
+from typing import Any
 
 from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
 
+from kv.geometry import PAGE_SIZES
 from worker.config import WorkerConfig
 from worker.model import parsers
+
+PAGE_SIZE_KEY = "pagelane_kv_page_size"
+"""Key of the registration's runtime data that holds the page size in decimal."""
+
+DISCOVERY_S = 0.25
+"""How long to wait for what discovery knows of other workers; file discovery answers in a few milliseconds."""
 
 
 def served_name(model: str) -> str:
@@ -40,3 +50,17 @@ def dynamo_config(config: WorkerConfig) -> DynamoConfig:
         enable_local_indexer=True,
         enable_kv_routing=config.enable_kv_events,
     )
+
+
+async def other_page_size(endpoint: Any, page_size: int) -> int | None:
+    """The page size of a worker that is registered on `endpoint` with another one than `page_size`, or None."""
+    client = await endpoint.client()
+
+    async def registered(size: int) -> bool:
+        with contextlib.suppress(Exception):  # a timeout: nobody has this page size
+            return bool(await client.wait_for_instances_by_runtime_data(PAGE_SIZE_KEY, str(size), 1, DISCOVERY_S))
+        return False
+
+    others = [size for size in PAGE_SIZES if size != page_size]
+    found = await asyncio.gather(*map(registered, others))
+    return next((size for size, there in zip(others, found, strict=True) if there), None)

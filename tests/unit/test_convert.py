@@ -1,0 +1,289 @@
+"""One test per rule of what Dynamo sends and what it must get back."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from dynamo.llm.exceptions import InvalidArgument
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.messages import Finished, Sampling, Submit
+from worker.convert import (
+    NEUTRAL_OUTPUT,
+    NEUTRAL_SAMPLING,
+    NEUTRAL_STOP,
+    ServedModel,
+    final_chunk,
+    to_submit,
+    token_chunk,
+)
+
+MODEL = ServedModel(vocab_size=100, servable_length=64, default_max_tokens=None, defaults=Sampling())
+
+
+def convert(model: ServedModel = MODEL, **fields: Any) -> Submit:
+    return to_submit({"token_ids": [1, 2, 3], **fields}, 7, "request-1", model, lambda: 1234)
+
+
+def refusal(model: ServedModel = MODEL, **fields: Any) -> str:
+    with pytest.raises(InvalidArgument) as caught:
+        convert(model, **fields)
+    return str(caught.value)
+
+
+def test_identity_is_kept():
+    submit = convert()
+    assert (submit.key, submit.request_id, submit.block_hashes) == (7, "request-1", b"")
+
+
+PACKED = np.array([1, 2, 99], dtype="<i4").tobytes()
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 99], (1, 2, 99), PACKED, bytearray(PACKED), memoryview(PACKED)])
+def test_token_ids_are_a_list_or_packed_bytes(ids):
+    assert convert(token_ids=ids).prompt == PACKED
+
+
+@pytest.mark.parametrize("ids", [[], b"", None, ()])
+def test_an_empty_prompt_is_refused(ids):
+    assert "empty" in refusal(token_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "named"),
+    [
+        ([1, 100], "100"),
+        ([-1], "-1"),
+        ([1 << 31], "2147483647"),
+        ([1 << 80], "2147483647"),
+        (np.array([-5], dtype="<i4").tobytes(), "-5"),
+        (b"\1\0\0", "3 packed bytes"),
+        ([1.0], "integer"),
+        ([True], "integer"),
+        (["1"], "integer"),
+        ([[1]], "integer"),
+        ("12", "str"),
+        (5, "int"),
+        ({"1": 1}, "dict"),
+    ],
+)
+def test_token_ids_outside_the_vocabulary_or_of_a_wrong_type_are_refused(ids, named):
+    assert named in refusal(token_ids=ids)
+
+
+def test_the_longest_prompt_leaves_room_for_one_token():
+    assert convert(token_ids=[1] * 63).max_tokens == 1
+
+
+@pytest.mark.parametrize("length", [64, 65, 1000])
+def test_a_prompt_without_room_is_refused_with_both_numbers_and_the_way_out(length):
+    text = refusal(token_ids=[1] * length)
+    assert f"{length} tokens" in text
+    assert "64 tokens" in text
+    assert "at most 63" in text
+
+
+def test_max_tokens_defaults_to_the_room_left():
+    assert convert(stop_conditions={"max_tokens": None}).max_tokens == 61
+    assert convert(stop_conditions=None).max_tokens == 61
+
+
+def test_max_tokens_defaults_to_the_configured_number_within_the_room():
+    for default, expected in ((5, 5), (500, 61)):
+        assert convert(ServedModel(100, 64, default, Sampling())).max_tokens == expected
+
+
+@pytest.mark.parametrize("value", [62, 4096, 1 << 70])
+def test_a_huge_max_tokens_is_clamped_to_the_room_left(value):
+    assert convert(stop_conditions={"max_tokens": value}).max_tokens == 61
+
+
+@pytest.mark.parametrize("value", [0, -1, -(1 << 70), True, 2.0, "5", [1]])
+def test_a_max_tokens_that_is_no_positive_number_is_refused(value):
+    assert "max_tokens" in refusal(stop_conditions={"max_tokens": value})
+
+
+def test_sampling_defaults_apply_field_by_field():
+    defaults = Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
+    model = ServedModel(100, 64, None, defaults)
+    sampling = convert(model, sampling_options={"top_p": 0.5, "temperature": None}).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.6, 20, 0.5, 0.1)
+
+
+def test_a_request_can_switch_the_defaults_off():
+    model = ServedModel(100, 64, None, Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1))
+    off = {"temperature": 0, "top_k": -1, "top_p": 1, "min_p": 0}
+    sampling = convert(model, sampling_options=off).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.0, 0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("seed", "expected"),
+    [(0, 0), (5, 5), (-1, 2**64 - 1), (2**64, 0), (2**200 + 3, 3), (None, 1234)],
+)
+def test_every_seed_is_mapped_to_64_bits_and_a_missing_one_is_random(seed, expected):
+    assert convert(sampling_options={"seed": seed}).sampling.seed == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 10**400),
+        ("temperature", True),
+        ("temperature", "1"),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_k", False),
+        ("seed", 1.5),
+        ("seed", "x"),
+        ("seed", True),
+    ],
+)
+def test_a_sampling_value_out_of_range_is_refused_by_name(name, value):
+    assert name in refusal(sampling_options={name: value})
+
+
+def test_stop_tokens_are_the_union_of_all_lists():
+    submit = convert(
+        stop_conditions={"stop_token_ids": [9, 5], "stop_token_ids_hidden": [5, 6]},
+        eos_token_ids=[2],
+        sampling_options={},
+    )
+    assert submit.stop_token_ids == (2, 5, 6, 9)
+
+
+def test_ignore_eos_leaves_only_the_clients_stop_tokens():
+    stop = {"stop_token_ids": [9], "stop_token_ids_hidden": [6], "ignore_eos": True}
+    assert convert(stop_conditions=stop, eos_token_ids=[2]).stop_token_ids == (9,)
+
+
+@pytest.mark.parametrize("value", [5, "5", [1.0], [True], [-1], [1 << 31], {"a": 1}])
+def test_bad_stop_tokens_are_refused(value):
+    assert "stop_token_ids" in refusal(stop_conditions={"stop_token_ids": value})
+    assert "eos_token_ids" in refusal(eos_token_ids=value)
+
+
+def test_stop_strings_are_the_frontends_job():
+    assert convert(stop_conditions={"stop": ["\n"]}).stop_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        ("sampling_options", "n", 2),
+        ("sampling_options", "n", 0),
+        ("sampling_options", "n", True),
+        ("sampling_options", "best_of", 3),
+        ("sampling_options", "use_beam_search", True),
+        ("sampling_options", "length_penalty", 2.0),
+        ("sampling_options", "presence_penalty", 0.5),
+        ("sampling_options", "frequency_penalty", -0.5),
+        ("sampling_options", "repetition_penalty", 1.1),
+        ("sampling_options", "repetition_penalty", math.nan),
+        ("sampling_options", "logit_bias", {"5": 1}),
+        ("sampling_options", "guided_decoding", {"json": {}}),
+        ("sampling_options", "include_stop_str_in_output", True),
+        ("sampling_options", "a_new_option", 1),
+        ("stop_conditions", "min_tokens", 1),
+        ("stop_conditions", "max_thinking_tokens", 100),
+        ("stop_conditions", "a_new_condition", 1),
+        ("output_options", "logprobs", 0),
+        ("output_options", "prompt_logprobs", 1),
+        ("routing", "lora_name", "adapter"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(group, name, value):
+    assert name in refusal(**{group: {name: value}})
+
+
+@pytest.mark.parametrize("name", ["multi_modal_data", "mm_processor_kwargs", "encoder_result", "prefill_result"])
+def test_inputs_that_are_not_served_are_refused_by_name(name):
+    assert name in refusal(**{name: {"image_url": ["x"]}})
+
+
+@pytest.mark.parametrize(
+    ("group", "table"),
+    [("sampling_options", NEUTRAL_SAMPLING), ("stop_conditions", NEUTRAL_STOP), ("output_options", NEUTRAL_OUTPUT)],
+)
+def test_null_and_values_that_change_nothing_are_accepted(group, table):
+    for name, (neutral, _) in table.items():
+        for value in (None, *neutral):
+            assert convert(**{group: {name: value}}).max_tokens == 61
+    assert convert(sampling_options={"presence_penalty": 0.0, "repetition_penalty": 1.0}).max_tokens == 61
+
+
+def test_routing_gives_priority_and_cache_salt():
+    submit = convert(routing={"priority": -3, "cache_salt": "tenant", "dp_rank": 0, "expected_output_tokens": 5})
+    assert (submit.priority, submit.cache_salt) == (-3, "tenant")
+    assert (convert().priority, convert().cache_salt) == (0, None)
+
+
+@pytest.mark.parametrize("routing", [{"priority": 1 << 40}, {"priority": 1.5}, {"cache_salt": 5}, [1], "x"])
+def test_bad_routing_is_refused(routing):
+    refusal(routing=routing)
+
+
+def test_a_number_of_thousands_of_digits_is_refused_without_being_printed():
+    assert "bits" in refusal(stop_conditions={"max_tokens": -(10**6000)})
+
+
+NASTY = [None, True, False, "", "x", [], [1], [True], {}, {"a": 1}, math.nan, math.inf, 10**400, -(10**5000), 0, 1, 1.0]
+VALUE = st.sampled_from(NASTY) | st.integers() | st.floats()
+NAMES = [*NEUTRAL_SAMPLING, *NEUTRAL_STOP, *NEUTRAL_OUTPUT, "temperature", "top_k", "top_p", "min_p", "seed"]
+NAMES += ["max_tokens", "stop_token_ids", "ignore_eos", "priority", "cache_salt", "unknown"]
+GROUP = VALUE | st.dictionaries(st.sampled_from(NAMES), VALUE, max_size=2)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "token_ids": VALUE | st.binary(max_size=12) | st.lists(st.integers(), max_size=3),
+            "sampling_options": GROUP,
+            "stop_conditions": GROUP,
+            "output_options": GROUP,
+            "routing": GROUP,
+            "eos_token_ids": VALUE,
+        },
+    )
+)
+def test_any_request_gives_a_submit_or_invalid_argument(request_fields):
+    try:
+        submit = convert(**request_fields)
+    except InvalidArgument:
+        return
+    tokens = len(submit.prompt) // 4
+    assert 1 <= tokens < 64
+    assert 1 <= submit.max_tokens <= 64 - tokens
+    assert 0 <= submit.sampling.seed < 2**64
+    assert submit.sampling.temperature >= 0
+    assert math.isfinite(submit.sampling.temperature)
+
+
+def test_a_token_chunk_has_tokens_and_index():
+    assert token_chunk([4, 5]) == {"token_ids": [4, 5], "index": 0}
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "cancelled"])
+def test_the_final_chunk_says_why_and_what_was_used(reason):
+    assert final_chunk([9], Finished(7, reason, 10, 3, 8)) == {
+        "token_ids": [9],
+        "index": 0,
+        "finish_reason": reason,
+        "completion_usage": {
+            "prompt_tokens": 10,
+            "completion_tokens": 3,
+            "total_tokens": 13,
+            "prompt_tokens_details": {"cached_tokens": 8},
+        },
+    }

@@ -1,0 +1,57 @@
+"""The console script `pagelane`: a worker, a whole stack on this machine, or the import of a model."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+USAGE = """usage: pagelane COMMAND ...
+
+  pagelane up --config FILE [...]        a Dynamo frontend and workers on this machine
+  pagelane worker --model DIR [...]      one worker, to run behind a frontend of your own
+  pagelane import MODEL.gguf DIR         make a model directory of a GGUF file
+
+pagelane up --help and pagelane worker --help list all settings."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code: 0, 1 for a failure, 2 for a command line that cannot be used."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {"up": _up, "worker": _worker, "import": _import}
+    if words and words[0] in commands:
+        return commands[words[0]](words[1:])
+    if words and words[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    print(USAGE, file=sys.stderr)
+    return 2
+
+
+def _up(argv: list[str]) -> int:
+    from worker.launch import main as launch
+
+    return launch(argv)
+
+
+def _worker(argv: list[str]) -> int:
+    from worker.serve import main as serve
+
+    return serve(argv)
+
+
+def _import(argv: list[str]) -> int:
+    if len(argv) != 2 or argv[0].startswith("-"):
+        print("usage: pagelane import MODEL.gguf DIR", file=sys.stderr)
+        return 2
+    from engine.models.gguf_import import import_gguf
+
+    try:
+        import_gguf(Path(argv[0]), Path(argv[1]))
+    except (ValueError, OSError) as error:
+        print(f"pagelane: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    print(f"wrote {argv[1]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
