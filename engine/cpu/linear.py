@@ -1,0 +1,107 @@
+"""Matrix products of the CPU lane in the form that is fastest for their shape, found by measuring at warm-up.
+
+A weight is stored once, as `[out, in]`. For few rows the forms differ by up to three times on one machine, and which
+one wins depends on the shape, the type and the CPU; they agree up to rounding.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.cpu.arena import Arena
+
+TUNED_ROWS = (1, 2, 4, 8, 16, 32)
+"""Row counts that are measured; a count between two takes the choice of the larger. Above the last, all are alike."""
+
+_ROUNDS = 3
+_WEIGHTS_PER_SHAPE = 4
+_SCRATCH = "gemm_transposed"
+
+
+class Form(NamedTuple):
+    """One way to compute `inputs @ weight.T`."""
+
+    transposed: bool
+    """Compute `weight @ inputs.T` and transpose the small result: MKL's better-blocked side for few rows."""
+    least_rows: int
+    """Pad the rows to this many: MKL's float32 matrix-vector product is slower than its product with two columns."""
+    onednn: bool
+    """Leave oneDNN on; its packing costs more than it saves for one or two rows in bfloat16."""
+
+
+PLAIN = Form(transposed=False, least_rows=1, onednn=True)
+_FLOAT32_FORMS = (PLAIN, Form(True, 1, True), Form(True, 2, True))
+_HALF_FORMS = (PLAIN, Form(True, 1, True), Form(False, 1, False), Form(True, 1, False))
+
+
+def reserve_scratch(arena: Arena, rows: int, widest: int, dtype: torch.dtype) -> None:
+    """Plan the scratch of the transposed forms for at most `rows` rows and `widest` output columns."""
+    arena.reserve(_SCRATCH, (max(2, min(rows, TUNED_ROWS[-1])) * widest,), dtype)
+
+
+class Gemm:
+    """Computes `inputs @ weight.T`. Call `tune` once; before that every shape takes the plain form."""
+
+    def __init__(self, arena: Arena, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._scratch = arena.take(_SCRATCH)
+        self._clock = clock
+        self._forms: dict[tuple[int, int, int], Form] = {}
+
+    def __call__(self, inputs: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        """Write `inputs [rows, in] @ weight [out, in].T` to `out [rows, out]` and return it."""
+        return self._run(self.form_for(weight, inputs.shape[0]), inputs, weight, out)
+
+    def form_for(self, weight: Tensor, rows: int) -> Form:
+        """The form chosen for `rows` rows and a weight of this shape."""
+        bucket = next((tuned for tuned in TUNED_ROWS if tuned >= rows), 0)
+        return self._forms.get((weight.shape[0], weight.shape[1], bucket), PLAIN)
+
+    def tune(self, weights: Iterable[Tensor], max_rows: int) -> None:
+        """Measure the forms on every shape among `weights` for all row counts up to `max_rows` and keep the fastest.
+
+        Several weights of a shape take turns, so that they are read from memory as in a step and not from the cache.
+        """
+        by_shape: dict[tuple[int, int], list[Tensor]] = {}
+        for weight in weights:
+            alike = by_shape.setdefault((weight.shape[0], weight.shape[1]), [])
+            if len(alike) < _WEIGHTS_PER_SHAPE:
+                alike.append(weight)
+        buckets = [rows for rows in TUNED_ROWS if rows == 1 or rows < 2 * max_rows]
+        for (height, width), alike in by_shape.items():
+            for rows in buckets:
+                self._forms[height, width, rows] = self._fastest(alike, rows)
+
+    def _fastest(self, weights: Sequence[Tensor], rows: int) -> Form:
+        height, width = weights[0].shape
+        inputs = torch.ones((rows, width), dtype=weights[0].dtype)
+        out = torch.empty((rows, height), dtype=weights[0].dtype)
+        known = _FLOAT32_FORMS if weights[0].dtype == torch.float32 else _HALF_FORMS
+        forms = [form for form in known if form.least_rows == 1 or form.least_rows > rows]
+        seconds = dict.fromkeys(forms, float("inf"))
+        for _ in range(_ROUNDS):
+            for form in forms:
+                for weight in weights:
+                    begin = self._clock()
+                    self._run(form, inputs, weight, out)
+                    seconds[form] = min(seconds[form], self._clock() - begin)
+        return min(forms, key=seconds.__getitem__)
+
+    def _run(self, form: Form, inputs: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        if form.onednn:
+            return self._product(form, inputs, weight, out)
+        with torch.backends.mkldnn.flags(enabled=False):
+            return self._product(form, inputs, weight, out)
+
+    def _product(self, form: Form, inputs: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        if not form.transposed:
+            return torch.mm(inputs, weight.t(), out=out)
+        rows = inputs.shape[0]
+        padded = max(rows, form.least_rows)
+        if padded > rows:
+            inputs = inputs.expand(padded, -1)
+        product = self._scratch[: padded * weight.shape[0]].view(weight.shape[0], padded)
+        torch.mm(weight, inputs.t(), out=product)
+        return out.copy_(product.t()[:rows])
