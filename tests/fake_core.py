@@ -64,6 +64,7 @@ class FakeCore:
         self.active: dict[int, Row] = {}
         self.known: set[bytes] = set()
         self.steps = 0
+        self.messages = 0
         self.last_step = time.monotonic()
         self.counts = dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "refused_queue_full"), 0)
 
@@ -112,6 +113,7 @@ class FakeCore:
             free_pages=USABLE_PAGES - pages,
             referenced_pages=pages,
             decode_steps=self.steps,
+            unified_steps=self.messages,  # so that tests can count them
             stored_blocks=len(self.known),
             **self.counts,
         )
@@ -131,6 +133,7 @@ class FakeCore:
                 return 0
 
     def take(self, requests: Requests, config: CoreConfig) -> None:
+        self.messages += 1
         refused = []
         for submit in requests.submits:
             if len(self.waiting) >= config.max_queue:

@@ -135,6 +135,11 @@ class CoreClient:
         """Requests that have not ended."""
         return len(self._streams)
 
+    @property
+    def pid(self) -> int:
+        """Process id of the core; 0 before its start."""
+        return self._process.pid if self._process is not None else 0
+
     async def start(self) -> Ready:
         """Start the core and wait until it can serve. Raises `CoreError` if it cannot."""
         loop = asyncio.get_running_loop()

@@ -1,0 +1,204 @@
+"""The worker's end of the socket, against a core process that computes nothing."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.config import CoreConfig
+from engine.messages import Sampling, Submit
+from kv.events import Stored
+from kv.hashing import Blake2bHasher
+from worker.client import ClientConfig, CoreClient, CoreError, Listener
+
+FAKE_CORE = str(Path(__file__).parents[1] / "fake_core.py")
+
+
+def submit(key: int, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 4) -> Submit:
+    packed = np.array(prompt, dtype="<i4").tobytes()
+    hashes = b"".join(Blake2bHasher(16).chain(packed))
+    return Submit(key, f"request-{key}", packed, hashes, max_tokens, (), Sampling())
+
+
+@contextlib.asynccontextmanager
+async def started(*options: str, listener: Listener | None = None, stop_timeout_s: float = 5.0, **core):
+    command = (sys.executable, FAKE_CORE, *options)
+    config = ClientConfig(CoreConfig(model="m", **core), command, stop_timeout_s=stop_timeout_s)
+    client = CoreClient(config, listener or Listener())
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.stop()
+
+
+async def read(stream) -> list[int]:
+    tokens = []
+    while stream.end is None and stream.error is None:
+        tokens += await stream.take()
+    return tokens
+
+
+async def until(condition, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        await asyncio.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+async def test_tokens_and_end_of_a_request_come_in_order():
+    async with started() as client:
+        stream = client.submit(submit(1))
+        assert await read(stream) == [4, 5, 6, 7]
+        assert (stream.end.reason, stream.end.prompt_tokens, stream.end.completion_tokens) == ("length", 3, 4)
+        assert client.running == 0
+
+
+async def test_many_streams_do_not_mix():
+    async with started() as client:
+        streams = [client.submit(submit(key, (key,), 1 + key % 7)) for key in range(1, 101)]
+        for key, tokens in zip(range(1, 101), await asyncio.gather(*map(read, streams)), strict=True):
+            assert tokens == [key + 1 + i for i in range(1 + key % 7)]
+
+
+async def test_what_is_submitted_in_one_turn_of_the_loop_is_one_message():
+    async with started() as client:
+        streams = [client.submit(submit(key)) for key in range(50)]
+        client.cancel(49)
+        await asyncio.gather(*map(read, streams[:49]))
+        assert client.stats.unified_steps == 1
+
+
+async def test_a_stream_that_nobody_read_gives_all_its_tokens_at_once():
+    async with started() as client:
+        stream = client.submit(submit(1, max_tokens=20))
+        await until(lambda: stream.end is not None)
+        assert await stream.take() == [(4 + i) for i in range(20)]
+
+
+async def test_a_cancelled_stream_gets_nothing_more_and_the_core_frees_it():
+    async with started("--step-s", "0.01", max_bucket=1) as client:
+        active, waiting = client.submit(submit(1, max_tokens=10000)), client.submit(submit(2, max_tokens=10000))
+        await active.take()
+        client.cancel(2)
+        client.cancel(1)
+        await until(lambda: client.stats.active == client.stats.waiting == client.stats.referenced_pages == 0)
+        assert (active.end, waiting.end, waiting.delivered) == (None, None, 0)
+        client.cancel(1)  # again, and of a key that never was: nothing happens
+        client.cancel(999)
+        assert await read(client.submit(submit(3))) == [4, 5, 6, 7]
+
+
+async def test_events_and_stats_reach_the_listener():
+    events, stats = [], []
+    async with started(listener=Listener(events.extend, stats.append)) as client:
+        await read(client.submit(submit(1, tuple(range(40)))))
+        assert [type(event) for event in events] == [Stored]
+        assert len(events[0].hashes) == 2
+        assert events[0].parent is None
+        await until(lambda: stats[-1].generated_tokens == 4)  # a heartbeat or the last step
+
+
+async def test_the_sockets_directory_is_private_and_goes_with_the_client(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    async with started():
+        (directory,) = tmp_path.iterdir()
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--fail-start", "no such architecture"), "no such architecture"),
+        (("--exit-at-start", "3"), "ended with exit code 3"),
+        (("--no-such-option",), "ended with exit code 2"),
+    ],
+)
+async def test_a_core_that_cannot_start_says_why(options, reason):
+    with pytest.raises(CoreError, match=reason):
+        async with started(*options):
+            pass
+
+
+@pytest.mark.parametrize(("kill", "reason"), [(True, "killed by SIGKILL"), (False, "exit code 9")])
+async def test_a_core_that_dies_fails_its_requests_once(kill, reason):
+    failures = []
+    listener = Listener(failure=failures.append)
+    async with started("--step-s", "0.01", *(() if kill else ("--die-after", "3")), listener=listener) as client:
+        streams = [client.submit(submit(key, max_tokens=10000)) for key in range(3)]
+        await asyncio.gather(*(stream.take() for stream in streams))
+        if kill:
+            os.kill(client.pid, signal.SIGKILL)
+        await asyncio.gather(*map(read, streams))
+        assert all(reason in stream.error for stream in streams)
+        assert len(failures) == 1
+        assert reason in client.failure
+        late = client.submit(submit(9))
+        assert await late.take() == []
+        assert reason in late.error
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"), [("--wedge-after", "has said nothing for"), ("--stall-after", "made no step for")]
+)
+async def test_a_core_that_makes_no_steps_is_taken_for_wedged(option, reason):
+    async with started(option, "2", step_timeout_s=0.3, stop_timeout_s=0.2) as client:
+        stream = client.submit(submit(1, max_tokens=10000))
+        began = time.monotonic()
+        await read(stream)
+        assert reason in stream.error
+        assert 0.2 < time.monotonic() - began < 5
+
+
+async def test_an_idle_core_is_not_wedged():
+    async with started(step_timeout_s=0.3) as client:
+        await asyncio.sleep(0.8)
+        assert client.failure is None
+        assert await read(client.submit(submit(1))) == [4, 5, 6, 7]
+
+
+async def test_a_core_that_does_not_end_is_killed():
+    async with started("--wedge-after", "1", stop_timeout_s=0.1) as client:
+        await client.submit(submit(1, max_tokens=10000)).take()
+        pid = client.pid
+        os.kill(pid, signal.SIGSTOP)
+    assert not alive(pid)
+
+
+async def test_stopping_is_possible_at_any_time_and_fails_what_runs():
+    client = CoreClient(ClientConfig(CoreConfig(model="m"), (sys.executable, FAKE_CORE)), Listener())
+    await client.stop()
+    async with started("--step-s", "0.01") as client:
+        stream = client.submit(submit(1, max_tokens=10000))
+        await stream.take()
+        pid = client.pid
+        await client.stop()
+        await client.stop()
+        assert "shuts down" in stream.error
+        assert not alive(pid)
+
+
+async def test_two_thousand_submissions_while_steps_stream_in_lose_nothing():
+    """The descriptor is edge-triggered: a message that comes while the client sends must not wait for the next one."""
+    async with started(max_bucket=256, max_step_tokens=512, max_queue=4000) as client:
+
+        async def one(key: int) -> None:
+            await asyncio.sleep((key % 40) * 0.001)
+            assert await read(client.submit(submit(key, (key % 900,), 3))) == [key % 900 + 1 + i for i in range(3)]
+
+        await asyncio.wait_for(asyncio.gather(*map(one, range(2000))), 30)

@@ -1,0 +1,114 @@
+"""How a worker process starts or refuses to: one line, an exit code, nothing left behind."""
+
+import json
+import socket
+
+import pytest
+
+from worker import cli, serve
+from worker.config import ConfigError
+from worker.model import generation_defaults, parsers
+
+
+@pytest.fixture(autouse=True)
+def no_discovery(monkeypatch):
+    """If a start goes further than a test expects, it must not wait for etcd."""
+    monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "mem")
+
+
+def run(capsys, argv: list[str]) -> tuple[int, str]:
+    code = cli.main(["worker", *argv])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return code, captured.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "named"),
+    [
+        (["--model", "m", "--kv-page-size", "32"], 2, "16 or 64"),
+        (["--modle", "m"], 2, "--model"),
+        ([], 2, "model is not set"),
+        (["--model", "/no/such/model"], 1, "/no/such/model"),
+    ],
+)
+def test_a_bad_start_is_one_line_and_an_exit_code(capsys, argv, code, named):
+    got, text = run(capsys, argv)
+    assert got == code
+    assert named in text
+    assert text.startswith("pagelane: error: ")
+    assert text.count("\n") == 1
+
+
+def test_a_taken_system_port_is_refused(capsys, monkeypatch, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("DYN_SYSTEM_HOST", "127.0.0.1")
+        monkeypatch.setenv("DYN_SYSTEM_PORT", str(port))
+        code, text = run(capsys, ["--model", str(tmp_path)])
+    assert code == 1
+    assert f"DYN_SYSTEM_PORT {port}" in text
+    assert text.count("\n") == 1
+    serve.check_system_port({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": str(port)})
+
+
+@pytest.mark.parametrize("port", ["", "0", "-1", "text"])
+def test_no_system_port_is_no_error(port):
+    serve.check_system_port({"DYN_SYSTEM_PORT": port})
+
+
+def test_help_is_no_error(capsys):
+    assert cli.main(["worker", "--help"]) == 0
+    assert "--kv-page-size" in capsys.readouterr().out
+    assert cli.main(["--help"]) == 0
+    assert "pagelane up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["serve"], ["import"], ["import", "a.gguf"]])
+def test_an_unknown_command_prints_the_usage(capsys, argv):
+    assert cli.main(argv) == 2
+    assert "usage: pagelane" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (None, (1.0, 0, 1.0, 0.0)),
+        ({}, (1.0, 0, 1.0, 0.0)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, (0.6, 20, 0.95, 0.0)),
+        ({"temperature": 0.7, "min_p": 0.05}, (0.7, 0, 1.0, 0.05)),
+        ({"do_sample": False, "temperature": 0.7, "eos_token_id": [1, 2]}, (0.0, 0, 1.0, 0.0)),
+    ],
+)
+def test_sampling_defaults_come_from_the_models_file(tmp_path, file, expected):
+    if file is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    sampling = generation_defaults(tmp_path).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == expected
+
+
+def test_what_the_file_asks_for_and_is_not_served_is_named(tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.1}))
+    assert generation_defaults(tmp_path).unserved == ("repetition_penalty 1.1",)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.0}))
+    assert generation_defaults(tmp_path).unserved == ()
+
+
+@pytest.mark.parametrize("text", ["{", '{"temperature": "hot"}', "[]"])
+def test_a_broken_file_is_named(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        generation_defaults(tmp_path)
+
+
+def test_parsers_exist_in_dynamo_and_follow_the_family(tmp_path):
+    from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    tools, reasoning = parsers(tmp_path)
+    assert tools in get_tool_parser_names()
+    assert reasoning in get_reasoning_parser_names()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert parsers(tmp_path) == (None, None)
