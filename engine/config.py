@@ -1,4 +1,4 @@
-"""Settings of the engine core. Every key here is also a key of the worker YAML and a flag of the worker (see worker/config.py)."""
+"""Settings of the engine core. Every key is also a key of the worker YAML and a flag of the worker."""
 
 from typing import Annotated, Literal
 
@@ -9,54 +9,78 @@ Positive = Annotated[int, Meta(ge=1)]
 
 
 class CoreConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What one engine core is told at its start. Sent by the worker as the first message; torch is not needed to read it."""
+    """What an engine core is told at its start: the worker's first message. Reading it needs no torch."""
 
-    model: Annotated[str, Meta(description="Model directory (config.json, safetensors, tokenizer files) or a .gguf file.")]
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the lane computes; auto takes CUDA if it is there.")] = "auto"
+    model: Annotated[
+        str, Meta(description="Model directory (config.json, safetensors, tokenizer files) or a .gguf file.")
+    ]
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="Where the lane computes; auto takes CUDA if it is there.")
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Type of weights, activations and KV cache; auto is float32 on a CPU, else the checkpoint's."),
     ] = "auto"
     load_format: Annotated[
-        Literal["auto", "dummy"], Meta(description="auto reads the safetensors; dummy makes random weights, for speed tests.")
+        Literal["auto", "dummy"],
+        Meta(description="auto reads the safetensors; dummy makes random weights, for speed tests."),
     ] = "auto"
     kv_page_size: Annotated[
         int,
         Meta(
-            description="Tokens per KV page, 16 or 64. A larger page costs up to P-1 unused slots per request and makes prefix "
-            "reuse coarser: only whole pages are shared."
+            description="Tokens per KV page, 16 or 64. A larger page P leaves up to P-1 slots of each request unused "
+            "and makes prefix reuse coarser: only whole pages are shared."
         ),
     ] = 16
     kv_cache_memory: Annotated[
-        str, Meta(description="Size of the KV pool on a CPU, such as 512MiB or 2GiB (a GPU derives it from its free memory).")
+        str,
+        Meta(
+            description="Size of the KV pool on a CPU, such as 512MiB or 2GiB (a GPU derives it from its free memory)."
+        ),
     ] = "512MiB"
     context_limit: Annotated[
-        Positive | None, Meta(description="Longest sequence in tokens, prompt and output together; null is the model's own limit.")
+        Positive | None,
+        Meta(description="Longest sequence in tokens, prompt and output together; null is the model's own limit."),
     ] = None
     max_bucket: Annotated[
-        Positive, Meta(description="Most requests that are active, prefilling or draining at once: rows of the largest decode batch.")
+        Positive,
+        Meta(description="Most requests that are active, prefilling or draining at once: the largest decode batch."),
     ] = 16
     max_step_tokens: Annotated[
         Positive, Meta(description="Most tokens computed in one step; sizes the activation arena. At least max_bucket.")
     ] = 512
     max_chunk_tokens: Annotated[
-        Positive | None, Meta(description="Most prompt tokens of one request in one step; null leaves it to max_step_tokens.")
+        Positive | None,
+        Meta(description="Most prompt tokens of one request in one step; null leaves it to max_step_tokens."),
     ] = None
     pipeline_depth: Annotated[
         int, Meta(ge=0, le=2, description="Steps launched ahead of the one whose tokens are being read (0, 1 or 2).")
     ] = 0
     reservation: Annotated[
         Literal["optimistic", "lifetime"],
-        Meta(description="optimistic reserves the prompt and preempts when pages run out; lifetime reserves prompt + max_tokens."),
+        Meta(
+            description="optimistic reserves the prompt and preempts when pages run out; "
+            "lifetime reserves prompt + max_tokens."
+        ),
     ] = "optimistic"
     max_preemptions: Annotated[
-        int, Meta(ge=0, description="After so many preemptions a request is admitted only with its whole lifetime reserved.")
+        int,
+        Meta(
+            ge=0, description="After so many preemptions a request is admitted only with its whole lifetime reserved."
+        ),
     ] = 2
     max_queue: Annotated[Positive, Meta(description="Most requests waiting; one more is refused at once.")] = 1024
     max_queue_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None, Meta(description="Longest wait for admission in seconds; null waits for ever.")
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Longest wait for admission in seconds; null waits for ever."),
     ] = None
-    threads: Annotated[Positive | None, Meta(description="CPU threads for the computation; null takes every core.")] = None
+    threads: Annotated[Positive | None, Meta(description="CPU threads for the computation; null takes every core.")] = (
+        None
+    )
     step_timeout_s: Annotated[
-        float, Meta(gt=0, description="A core whose step takes longer is taken for wedged: its requests fail and the worker ends.")
+        float,
+        Meta(
+            gt=0,
+            description="A core whose step takes longer is taken for wedged: its requests fail and the worker ends.",
+        ),
     ] = 120.0

@@ -1,7 +1,7 @@
-"""What crosses the socket between worker and engine core: one message per step in each direction, MessagePack, column-wise.
+"""What crosses the socket between worker and engine core: MessagePack, column-wise, one message per step each way.
 
-Requests are named by `key`, a number that the worker gives out once and never reuses; the request's id travels along only for
-log lines. Token ids are packed as little-endian int32 bytes.
+Requests are named by `key`, a number that the worker gives out once and never reuses; the request's id travels along
+only for log lines. Token ids are packed as little-endian int32 bytes.
 """
 
 from typing import Literal
@@ -17,8 +17,9 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How the next token of a request is chosen. `temperature == 0` is greedy and ignores the rest.
 
-    `top_k == 0`, `top_p == 1` and `min_p == 0` switch each filter off. `seed` is an unsigned 64-bit number; the random number of
-    a token depends on it and on the token's position alone, so batch mates, chunking and preemption do not change a text.
+    `top_k == 0`, `top_p == 1` and `min_p == 0` switch each filter off. `seed` is an unsigned 64-bit number; the random
+    number of a token depends on it and on the token's position alone, so batch mates, chunking and preemption do not
+    change a text.
     """
 
     temperature: float = 0.0
@@ -29,7 +30,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True):
-    """A request, checked and defaulted by the worker: `max_tokens >= 1` and prompt + max_tokens within the servable length."""
+    """A request, checked and defaulted by the worker: prompt + max_tokens lie within the servable length."""
 
     key: int
     request_id: str

@@ -29,9 +29,9 @@ class Chunk(NamedTuple):
 class StepPlan:
     """One forward pass.
 
-    Decode rows come first, then chunks. A decode row computes the token that was last sampled for it, which the executor keeps
-    per row slot (the host may not know it yet), at position `decode_lengths[i] - 1`. A row's page list in a step is exactly
-    `ceil(length / page_size)` entries of its block table, even if the table holds more.
+    Decode rows come first, then chunks. A decode row computes the token that was last sampled for it, which the
+    executor keeps per row slot (the host may not know it yet), at position `decode_lengths[i] - 1`. A row's page list
+    in a step is exactly `ceil(length / page_size)` entries of its block table, even if the table holds more.
     """
 
     number: int
@@ -63,11 +63,14 @@ class StepResult:
 class Executor(Protocol):
     """Computes steps on one device. Steps are launched and collected in the same order; up to two may be in flight.
 
-    `launch` may return before the step has run; the sampled token of each row stays on the device, where the next step finds it.
+    `launch` may return before the step has run; the sampled token of each row stays on the device, where the next step
+    finds it.
     """
 
     def launch(self, plan: StepPlan) -> object:
-        """Start `plan`; the returned handle is given to `collect`. Capacity errors are raised before anything is written."""
+        """Start `plan`; the returned handle is given to `collect`. Capacity errors are raised before anything is
+        written.
+        """
         ...
 
     def collect(self, handle: object) -> StepResult:

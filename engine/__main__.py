@@ -1,0 +1,83 @@
+"""`python -m engine ADDRESS`: the engine core's process. The worker starts it, sends `Start` and gets `Ready`."""
+
+import ctypes
+import gc
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+
+from engine.core import Channel, Core
+from engine.messages import Failed, Ready, Start
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, whatever the parent dies of (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def configure_logging() -> None:
+    """One readable line per record on stderr, in the worker's format."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
+    )
+
+
+def serve(channel: Channel) -> int:
+    """Wait for `Start`, build the lane, serve. Returns the exit code."""
+    messages = channel.receive(30.0)
+    if not messages or not isinstance(messages[0], Start):
+        logging.error("no Start message came within 30 s; the engine core ends")
+        return 1
+    config = messages[0].config
+    began = time.monotonic()
+    try:
+        from engine.build import build_lane
+
+        built = build_lane(config, Path(config.model), time.monotonic)
+    except Exception as error:
+        logging.debug("start failed", exc_info=True)
+        channel.send(Failed(f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"))
+        return 1
+    seconds = {**built.seconds, "total": time.monotonic() - began}
+    gc.collect()
+    gc.freeze()
+    channel.send(
+        Ready(
+            usable_pages=built.capacity.usable_pages,
+            page_size=built.capacity.page_size,
+            servable_length=built.servable_length,
+            hasher=built.lane.scheduler.hasher.fingerprint,
+            vocab_size=built.vocab_size,
+            load_line=built.load_line,
+            memory=built.memory,
+            seconds=seconds,
+        )
+    )
+    try:
+        Core(built.lane, channel).run()
+    except Exception as error:
+        logging.exception("the engine core cannot go on")
+        channel.send(Failed(f"{error}"))
+        return 1
+    return 0
+
+
+def main() -> int:
+    """Entry point. Interrupts and terminations are the worker's business: it drains first and then sends `Stop`."""
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    configure_logging()
+    channel = Channel(sys.argv[1])
+    try:
+        return serve(channel)
+    finally:
+        channel.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The engine core's loop: messages in, a step, one message out. One process, one thread, no asyncio."""
+
+import logging
+import os
+import time
+from array import array
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from engine.lane import Lane
+from engine.messages import FromCore, Heartbeat, Requests, StepOutput, Stop, ToCore
+from engine.scheduling import Effects
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.25
+"""Longest silence of a core that is not inside a step."""
+
+
+class Channel:
+    """The core's end of the socket to its worker (ZMQ PAIR, MessagePack)."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.set_hwm(0)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToCore)
+
+    def send(self, message: FromCore) -> None:
+        """Send without waiting: the worker reads everything it is sent, so the queue has no bound."""
+        self._socket.send(self._encoder.encode(message))
+
+    def receive(self, timeout_s: float) -> list[ToCore]:
+        """Everything that has arrived; waits up to `timeout_s` for the first message."""
+        messages: list[ToCore] = []
+        if self._socket.poll(int(timeout_s * 1000)):
+            while True:
+                try:
+                    messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+                except zmq.Again:
+                    break
+        return messages
+
+    def close(self) -> None:
+        """Close the socket; messages still unsent get a second to leave."""
+        self._socket.close()
+        self._context.term()
+
+
+class Core:
+    """Serves one lane to one worker until it is told to stop or the worker is gone."""
+
+    def __init__(self, lane: Lane, channel: Channel, clock: Callable[[], float] = time.monotonic) -> None:
+        self.lane = lane
+        self.channel = channel
+        self.clock = clock
+        self._parent = os.getppid()
+        self._last_sent = clock()
+
+    def run(self) -> None:
+        """The loop. Returns on `Stop` or when the parent process has died."""
+        while True:
+            waiting = HEARTBEAT_S if self.lane.idle else 0.0
+            for message in self.channel.receive(waiting):
+                if isinstance(message, Stop):
+                    return
+                if isinstance(message, Requests):
+                    self._take(message)
+            if os.getppid() != self._parent:
+                log.warning("the worker process is gone; the engine core ends")
+                return
+            self._report(self.lane.advance())
+
+    def _take(self, message: Requests) -> None:
+        now = self.clock()
+        for submit in message.submits:
+            self.lane.scheduler.submit(submit, now)
+        for key in message.cancels:
+            self.lane.scheduler.cancel(key)
+
+    def _report(self, effects: Effects) -> None:
+        """One message for whatever a turn has brought; a heartbeat if it brought nothing for a while."""
+        events = self.lane.scheduler.pool.events.drain()
+        now = self.clock()
+        if effects.keys or effects.finished or events:
+            tokens = array("i", effects.tokens).tobytes()
+            self.channel.send(StepOutput(effects.keys, tokens, effects.finished, events, self.lane.stats()))
+        elif now - self._last_sent >= HEARTBEAT_S:
+            self.channel.send(Heartbeat(self.lane.stats(), now - self.lane.last_step))
+        else:
+            return
+        self._last_sent = now

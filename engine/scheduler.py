@@ -1,0 +1,406 @@
+"""The lane's scheduler: which tokens of which requests are computed in the next step. Pure: no torch, no clock, no
+sockets.
+
+Two phases. `plan(now)` decides a step and hands it out; `resolve(result)` takes what the oldest launched step gave. Up
+to `max_in_flight` steps lie between the two, so `plan` knows how many tokens a row will have, but perhaps not which.
+
+                    submit            admitted             prompt planned
+    (worker) ──────────────▶ WAITING ─────────▶ PREFILLING ─────────────▶ ACTIVE
+                               ▲                    │                       │  stop, length, cancel, preempted
+                               │                    ▼                       ▼
+                               └──── preempted ── DRAINING ◀────────────────┘
+                                                    │ last launched step resolved
+                                                    ▼
+                                             row and pages free
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+from engine.messages import Finished, FinishReason, Submit
+from engine.request import Request, State
+from engine.rows import Rows
+from engine.scheduling import Counters, Effects, Launched, SchedulerConfig
+from engine.step import Chunk, RowStart, StepPlan, StepResult
+from kv.hashing import BlockHasher
+from kv.index import max_hit_blocks
+from kv.pool import PagePool, SealedBlock
+from kv.table import PageTables
+
+
+class Scheduler:
+    """Queues, admission and step plans of one lane.
+
+    It owns the rows and the queue and is the only user of the page pool. Callers alternate `plan` and `resolve`, and
+    pass on the effects that `resolve` and `take_effects` return.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: PagePool, hasher: BlockHasher) -> None:
+        self.config = config
+        self.pool = pool
+        self.hasher = hasher
+        self.tables = PageTables(config.max_bucket)
+        self.rows = Rows(config.max_bucket)
+        self.waiting: OrderedDict[int, Request] = OrderedDict()
+        self.counters = Counters()
+        self.in_flight: deque[Launched] = deque()
+        self.promised_pages = 0
+        self._live: dict[int, Request] = {}
+        self._effects = Effects()
+        self._steps = 0
+        self._submitted = 0
+
+    # Requests come and go
+
+    def submit(self, submit: Submit, now: float) -> None:
+        """Queue a request, or refuse it with a terminal effect if it can never be served or the queue is full."""
+        request = Request.from_submit(submit, self.hasher.digest_size, now, self._submitted)
+        self._submitted += 1
+        complaint = self._complaint(request)
+        if complaint:
+            self._finish(request, "error", complaint)
+        elif len(self.waiting) >= self.config.max_queue:
+            self.counters.refused_queue_full += 1
+            self._finish(
+                request,
+                "error",
+                f"{len(self.waiting)} requests are waiting and max_queue is {self.config.max_queue}; "
+                f"retry later, add workers or raise max_queue",
+                refused=True,
+            )
+        else:
+            self._live[request.key] = request
+            self.waiting[request.key] = request
+
+    def cancel(self, key: int) -> None:
+        """End a request early. Its pages return now, or when the last launched step that uses them resolves."""
+        request = self._live.get(key)
+        if request is not None and not request.ended:
+            self._finish(request, "cancelled")
+            self._let_go(request)
+
+    def take_effects(self) -> Effects:
+        """Effects that have come up outside `resolve`: refusals and cancellations."""
+        effects, self._effects = self._effects, Effects()
+        return effects
+
+    @property
+    def idle(self) -> bool:
+        """True if there is no live request."""
+        return not self._live
+
+    def queue_age(self, now: float) -> float:
+        """Seconds that the request at the head of the queue has been in the system; 0 for an empty queue."""
+        return now - next(iter(self.waiting.values())).arrival if self.waiting else 0.0
+
+    def _complaint(self, request: Request) -> str:
+        length, limit = request.prompt_tokens + request.max_tokens, self.config.servable_length
+        blocks = request.prompt_tokens // self.config.page_size
+        if request.prompt_tokens < 1 or request.max_tokens < 1:
+            return (
+                f"a request needs a prompt and room for a token, not {request.prompt_tokens} and {request.max_tokens}"
+            )
+        if length > limit:
+            return (
+                f"prompt ({request.prompt_tokens} tokens) and max_tokens ({request.max_tokens}) make {length} tokens, "
+                f"but the servable length is {limit}; shorten the prompt or lower max_tokens"
+            )
+        if len(request.digests) != blocks:
+            return f"{len(request.digests)} block hashes came with a prompt of {blocks} full blocks"
+        return ""
+
+    # Phase one
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Decide the next step, or None if nothing can run now. The step counts as launched from here on."""
+        if len(self.in_flight) >= self.config.max_in_flight:
+            return None
+        self._expire(now)
+        decoding = self._decoding_rows()
+        lengths = []
+        for request in decoding:
+            request.planned += 1
+            request.outputs_planned += 1
+            request.in_flight += 1
+            lengths.append(request.planned)
+        starts: list[RowStart] = []
+        chunks: list[Chunk] = []
+        chunked: list[Request] = []
+        budget = self.config.max_step_tokens - len(decoding)
+        for request in list(self.rows.prefilling.values()):
+            if budget <= 0:
+                break
+            budget -= self._plan_chunk(request, budget, chunks)
+            chunked.append(request)
+        while budget > 0 and self.waiting and self.rows.has_room():
+            request = next(iter(self.waiting.values()))
+            if not self._admit(request):
+                break
+            starts.append(RowStart(request.row, request.sampling))
+            budget -= self._plan_chunk(request, budget, chunks)
+            chunked.append(request)
+        self.rows.check()
+        if not decoding and not chunks:
+            return None
+        plan = StepPlan(self._steps, starts, self.tables.drain(), [r.row for r in decoding], lengths, chunks)
+        self._steps += 1
+        self._count(plan)
+        self.in_flight.append(Launched(plan, decoding, chunked))
+        return plan
+
+    def _decoding_rows(self) -> list[Request]:
+        """Active rows of the next step, each with a page for the token it writes. Rows whose last token is already on
+        its way get no surplus step; rows that found no page wait for the next step, or are preempted.
+        """
+        page_size = self.config.page_size
+        ready = []
+        growing = []
+        for request in self.rows.active.values():
+            if request.outputs_planned < request.max_tokens:
+                ready.append(request)
+                if request.planned == len(request.pages) * page_size:
+                    growing.append(request)
+        stalled = set()
+        for request in growing:
+            if request.state is not State.ACTIVE:
+                continue
+            if request.promised or self._make_room(request):
+                self._add_pages(request, 1)
+            else:
+                stalled.add(request.key)
+        return [r for r in ready if r.state is State.ACTIVE and r.key not in stalled]
+
+    def _plan_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
+        """Plan the next prompt tokens of a prefilling request and return how many. A chunk that does not end the prompt
+        ends on a page boundary if it reaches one.
+        """
+        start = request.planned
+        end = min(request.target, start + min(budget, self.config.max_chunk_tokens))
+        if end < request.target:
+            boundary = end - end % self.config.page_size
+            end = boundary if boundary > start else end
+        last = end == request.target
+        chunks.append(Chunk(request.row, start, request.tokens[start:end], last))
+        request.planned = end
+        request.in_flight += 1
+        if last:
+            request.outputs_planned += 1
+            self.rows.activate(request)
+        return end - start
+
+    def _count(self, plan: StepPlan) -> None:
+        self.counters.computed_tokens += plan.tokens
+        if plan.chunks:
+            self.counters.unified_steps += 1
+        else:
+            self.counters.decode_steps += 1
+
+    # Admission
+
+    def _admit(self, request: Request) -> bool:
+        """Give the head of the queue a row and its prompt's pages if enough are left, and take it from the queue.
+
+        need = its uncached pages + one page of decode headroom (its whole lifetime if that is to be reserved); have =
+        available - promised to others - its own hit pages that are evictable now, which it is about to take. With no
+        row occupied the low-water mark and the headroom are waived: any request within the servable length fits.
+        """
+        config, pool = self.config, self.pool
+        length = len(request.tokens)
+        hit = pool.match(request.digests, max_hit_blocks(length, config.page_size))
+        fresh = -(-length // config.page_size) - len(hit)
+        lifetime = -(-request.lifetime_tokens // config.page_size) - len(hit)
+        protected = config.lifetime or request.preemptions >= config.max_preemptions
+        need = lifetime if protected else min(fresh + 1, lifetime) + config.low_water_pages
+        if not self.rows.occupied():
+            need = lifetime if protected else fresh
+        have = pool.available - self.promised_pages - pool.evictable(hit)
+        if need > have:
+            return False
+        del self.waiting[request.key]
+        pool.acquire(hit)
+        self.rows.enter(request)
+        request.pages = list(hit)
+        request.sealed = len(hit)
+        request.planned = request.written = len(hit) * config.page_size
+        request.target = length
+        request.protected = protected
+        if protected:
+            request.promised = lifetime
+            self.promised_pages += lifetime
+        self.tables.begin(request.row, hit)
+        self._add_pages(request, fresh)
+        self._count_admission(request)
+        return True
+
+    def _count_admission(self, request: Request) -> None:
+        if request.preemptions:
+            self.counters.recomputed_tokens += request.target - request.planned
+        else:
+            request.cached_tokens = request.planned
+            self.counters.prompt_tokens += request.prompt_tokens
+            self.counters.cached_tokens += request.planned
+
+    def _expire(self, now: float) -> None:
+        """Refuse requests that have waited longer than `max_queue_s` and never ran."""
+        limit = self.config.max_queue_s
+        if limit is None:
+            return
+        late = []
+        for request in self.waiting.values():
+            if request.preemptions:
+                continue
+            if now - request.arrival <= limit:
+                break
+            late.append(request)
+        for request in late:
+            self.counters.refused_queue_time += 1
+            text = f"waited {now - request.arrival:.1f} s for a row, max_queue_s is {limit}; retry later or add workers"
+            self._finish(request, "error", text, refused=True)
+            self._let_go(request)
+
+    # Pages
+
+    def _add_pages(self, request: Request, count: int) -> None:
+        for page in self.pool.allocate(count).pages:
+            request.pages.append(page)
+            self.tables.append(request.row, page)
+        used = min(count, request.promised)
+        request.promised -= used
+        self.promised_pages -= used
+
+    def _make_room(self, request: Request) -> bool:
+        """Have one unpromised page available for `request`, preempting if need be. False if it must wait for draining
+        rows or was itself the victim: the newest of the rows whose lifetime is not reserved.
+        """
+        while self.pool.available <= self.promised_pages:
+            if any(r.pages for r in self.rows.draining.values()):
+                return False
+            candidates = (*self.rows.prefilling.values(), *self.rows.active.values())
+            victim = max((r for r in candidates if not r.protected), key=lambda r: r.order)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        request.preemptions += 1
+        self.counters.preemptions += 1
+        self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        """Plan nothing more for `request`, and free what it holds as soon as no launched step uses it."""
+        if request.state is State.WAITING:
+            del self.waiting[request.key]
+            del self._live[request.key]
+            return
+        if request.state is not State.DRAINING:
+            self.rows.drain(request)
+            self.promised_pages -= request.promised
+            request.promised = 0
+        if not request.in_flight:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """Return row and pages of a drained request; a preempted one goes back to the head of the queue."""
+        self.tables.clear(request.row)
+        self.rows.leave(request)
+        self.pool.release(request.pages)
+        request.pages = []
+        request.protected = False
+        if request.ended:
+            del self._live[request.key]
+            return
+        request.state = State.WAITING
+        request.planned = request.written = request.sealed = 0
+        request.outputs_planned = request.outputs
+        self.waiting[request.key] = request
+        self.waiting.move_to_end(request.key, last=False)
+
+    # Phase two
+
+    def resolve(self, result: StepResult) -> Effects:
+        """Take the tokens of the oldest launched step; returns these and all effects since the last call."""
+        launched = self._retire_step()
+        sampling = launched.decoding + [
+            request for request, chunk in zip(launched.chunked, launched.plan.chunks, strict=True) if chunk.samples
+        ]
+        if len(result.tokens) != len(sampling):
+            raise RuntimeError(
+                f"step {launched.plan.number} sampled {len(sampling)} rows, but {len(result.tokens)} tokens came"
+            )
+        for request, length in zip(launched.decoding, launched.plan.decode_lengths, strict=True):
+            request.written = length
+        for request, chunk in zip(launched.chunked, launched.plan.chunks, strict=True):
+            request.written = chunk.start + len(chunk.tokens)
+        for request, token in zip(sampling, result.tokens, strict=True):
+            self._deliver(request, token)
+        self._settle((*launched.decoding, *launched.chunked))
+        return self.take_effects()
+
+    def fail(self, message: str) -> Effects:
+        """The oldest launched step has failed: end the requests in it, and only these."""
+        launched = self._retire_step()
+        for request in (*launched.decoding, *launched.chunked):
+            request.poisoned = True
+            if not request.ended:
+                self._finish(request, "error", message)
+            self._let_go(request)
+        return self.take_effects()
+
+    def _retire_step(self) -> Launched:
+        launched = self.in_flight.popleft()
+        for request in (*launched.decoding, *launched.chunked):
+            request.in_flight -= 1
+        return launched
+
+    def _deliver(self, request: Request, token: int) -> None:
+        if request.ended:
+            return
+        request.tokens.append(token)
+        self.counters.generated_tokens += 1
+        self._effects.keys.append(request.key)
+        self._effects.tokens.append(token)
+        if token in request.stop_token_ids:
+            self._finish(request, "stop")
+        elif request.outputs == request.max_tokens:
+            self._finish(request, "length")
+
+    def _settle(self, requests: Sequence[Request]) -> None:
+        """Seal what a resolved step has filled, then let go of requests that ended in it or have drained."""
+        for request in requests:
+            self._seal(request)
+            if request.ended or request.state is State.DRAINING:
+                self._let_go(request)
+
+    def _seal(self, request: Request) -> None:
+        """Offer full, written pages to the prefix index. Slots behind the last delivered token hold surplus and stay
+        unsealed.
+        """
+        if request.poisoned:
+            return
+        size = self.config.page_size
+        full = min(request.written, len(request.tokens)) // size
+        while request.sealed < full:
+            block = request.sealed
+            tokens = request.tokens[block * size : (block + 1) * size].tobytes()
+            parent = request.digests[block - 1] if block else None
+            if block == len(request.digests):
+                root = parent or self.hasher.root(request.cache_salt)
+                request.digests.append(self.hasher.extend(root, tokens))
+            sealed = SealedBlock(request.digests[block], parent, tokens, request.cache_salt)
+            self.pool.seal(request.pages[block], sealed)
+            request.sealed += 1
+
+    def _finish(self, request: Request, reason: FinishReason, message: str = "", refused: bool = False) -> None:
+        request.ended = True
+        self._effects.finished.append(
+            Finished(
+                request.key,
+                reason,
+                request.prompt_tokens,
+                request.outputs,
+                request.cached_tokens,
+                message,
+                refused,
+            )
+        )
