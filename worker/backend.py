@@ -256,7 +256,8 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             self._observations().finished.labels("error").inc()
             raise EngineShutdown(stream.error)
         if stream.end is None:
-            return _cancelled(running.submit, stream.delivered) if running.context.is_stopped() else None
+            gone = stream.cancelled or running.context.is_stopped()
+            return _cancelled(running.submit, stream.delivered) if gone else None
         if stream.end.refused:
             self._observations().refused.labels("capacity").inc()
             logger.warning("request %s: refused: %s", request_id, stream.end.message)
@@ -272,7 +273,6 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         for running in self._running.get(str(context.id()), ()):
             if running.context.is_stopped():
                 self._live_client().cancel(running.submit.key)
-                running.stream.wake()
 
     async def cleanup(self) -> None:
         """Stop admission, let running requests end for up to `drain_timeout_s`, fail the rest, end the core.

@@ -76,14 +76,16 @@ class Stream:
     end: Finished | None = None
     error: str | None = None
     """Why the core will never finish this request."""
+    cancelled: bool = False
+    """True once the request was cancelled here; nothing more comes."""
     _waiter: asyncio.Future[None] | None = None
 
     async def take(self) -> list[int]:
-        """Wait until there is something new and return all tokens that are there; `end` or `error` may be set by then.
+        """Wait until there is something new, and return all tokens that are there. At once if nothing more can come.
 
         At most one caller may wait.
         """
-        if not self.tokens and self.end is None and self.error is None:
+        if not self.tokens and self.end is None and self.error is None and not self.cancelled:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -186,8 +188,11 @@ class CoreClient:
 
     def cancel(self, key: int) -> None:
         """Stop a request; its stream gets nothing more. Does nothing if it has ended."""
-        if self._streams.pop(key, None) is None:
+        stream = self._streams.pop(key, None)
+        if stream is None:
             return
+        stream.cancelled = True
+        stream.wake()
         self._cancels.append(key)
         self._schedule_flush()
 

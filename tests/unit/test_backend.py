@@ -247,6 +247,19 @@ async def test_a_consumer_that_drops_the_stream_frees_the_core(model):
         await until(lambda: gauges(backend) == (0, 0, 0))
 
 
+async def test_a_client_that_leaves_between_two_chunks_ends_its_request(model):
+    async with started(model, "--step-s", "0.01") as (backend, _):
+        context, chunks = Context(), []
+        async with asyncio.timeout(2):
+            async for chunk in backend.generate(request(max_tokens=10000), context):
+                chunks.append(chunk)
+                if len(chunks) == 3:
+                    context.stop_generating()
+                    await backend.abort(context)
+        check_stream(chunks)
+        assert chunks[-1]["finish_reason"] == "cancelled"
+
+
 async def test_of_two_requests_with_one_id_only_the_stopped_one_is_aborted(model):
     async with started(model, "--step-s", "0.005") as (backend, _):
         gone, stays = Context("same"), Context("same")

@@ -98,6 +98,8 @@ async def test_a_cancelled_stream_gets_nothing_more_and_the_core_frees_it():
         client.cancel(1)
         await until(lambda: client.stats.active == client.stats.waiting == client.stats.referenced_pages == 0)
         assert (active.end, waiting.end, waiting.delivered) == (None, None, 0)
+        assert len(await active.take()) <= 1  # what had come before; and then it does not wait for more
+        assert await active.take() == []
         client.cancel(1)  # again, and of a key that never was: nothing happens
         client.cancel(999)
         assert await read(client.submit(submit(3))) == [4, 5, 6, 7]
