@@ -1,7 +1,7 @@
 """What one step may hold, and where its metadata lies: pure numbers, shared by every lane, no torch.
 
-`PlanCapacity` bounds a step, `PlanLayout` turns the bounds into named buffers at fixed offsets of one arena. Allocation,
-byte accounting and the memory report read the layout; buffer lengths stand nowhere else.
+`PlanCapacity` bounds a step, `PlanLayout` turns the bounds into named buffers at fixed offsets of one arena.
+Allocation, byte accounting and the memory report read the layout; buffer lengths stand nowhere else.
 """
 
 import math

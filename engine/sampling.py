@@ -1,8 +1,8 @@
 """Chooses the next token of each row: greedy, temperature, top-k, top-p, min-p, with a seed per row.
 
-The random number of a token is a hash of (seed, position of the token in its sequence): it does not depend on batch mates,
-on the order of rows, or on how a prompt was chunked. Tokens are drawn by inverting the cumulative distribution over the
-tokens in order of falling logit.
+The random number of a token is a hash of (seed, position of the token in its sequence): it does not depend on batch
+mates, on the order of rows, or on how a prompt was chunked. Tokens are drawn by inverting the cumulative distribution
+over the tokens in order of falling logit.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014): a bijection of 64-bit words in which every bit counts."""
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014), a bijection of 64-bit words."""
     bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
     bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
     return bits ^ _shift_right(bits, 31)

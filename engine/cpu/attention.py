@@ -52,7 +52,7 @@ def batch_rows(pages: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def grouped(queries: Tensor, kv_heads: int) -> Tensor:
-    """`[tokens, heads, head_dim]` as `[tokens, kv_heads, group, head_dim]`: a KV head serves consecutive query heads."""
+    """`[tokens, heads, head_dim]` as `[tokens, kv_heads, group, head_dim]`; a group is consecutive heads."""
     tokens, heads, head_dim = queries.shape
     return queries.view(tokens, kv_heads, heads // kv_heads, head_dim)
 

@@ -178,7 +178,7 @@ class Decoder:
             keys.copy_(self._norm(keys, layer.k_norm))
 
     def _rotate(self, heads: Tensor) -> None:
-        """Rotary embedding in place; `heads` is `[tokens, heads, head_dim]`, paired by halves as in Hugging Face's Llama."""
+        """Rotary embedding in place; `heads` is `[tokens, heads, head_dim]`, dimension i paired with i + half."""
         tokens, count, head_dim = heads.shape
         swapped = heads.view(tokens, count, 2, head_dim // 2).flip(2).view(tokens, count, head_dim)
         cos, sin = self._step_cos[:tokens, None], self._step_sin[:tokens, None]
