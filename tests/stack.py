@@ -99,9 +99,9 @@ class Stack:
         self._call(self.local.restart_frontend())
 
     def discovered(self) -> list[str]:
-        """Names of what stands in discovery, whatever registered it."""
-        root = self.local.directory / "discovery"
-        return sorted(path.name for path in root.rglob("*") if path.is_file())
+        """Endpoints and models that stand in discovery, whoever registered them."""
+        root = self.local.directory / "discovery" / "v1"
+        return sorted(path.name for kind in ("instances", "mdc") for path in (root / kind).rglob("*") if path.is_file())
 
 
 @dataclass

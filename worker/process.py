@@ -101,9 +101,8 @@ class Child:
         """Wait until it has ended and its output has been read. Returns the exit code, negative for a signal."""
         code = await self.process.wait()
         if self._reader is not None:
-            # A grandchild may hold the pipe open; it is not waited for.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._reader), 1.0)
+            # A grandchild may hold the pipe open; it is not waited for, but what it says later is still read.
+            await asyncio.wait((self._reader,), timeout=1.0)
         return code
 
     def send(self, number: signal.Signals) -> None:
@@ -137,31 +136,47 @@ async def start_child(config: ChildConfig) -> Child:
         if os.getppid() != parent:  # the parent died before the kernel was told
             os._exit(1)
 
-    process = await asyncio.create_subprocess_exec(
-        *config.command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env=dict(config.environment),
-        start_new_session=True,
-        preexec_fn=die_with_parent,
-        limit=_LINE_LIMIT,
-    )
+    # A pipe of our own: with asyncio's, `wait` would hang for as long as a grandchild holds the other end.
+    reader, writer = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *config.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=writer,
+            stderr=asyncio.subprocess.STDOUT,
+            env=dict(config.environment),
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+    except BaseException:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
     child = Child(config.name, process)
-    if process.stdout is not None:
-        child._reader = asyncio.create_task(_read(process.stdout, child, config))
+    child._reader = asyncio.create_task(_read(reader, child, config))
     return child
 
 
-async def _read(stream: asyncio.StreamReader, child: Child, config: ChildConfig) -> None:
+async def _read(descriptor: int, child: Child, config: ChildConfig) -> None:
+    stream = asyncio.StreamReader(limit=_LINE_LIMIT)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb", buffering=0)
+    )
+    try:
+        while raw := await _line(stream):
+            line = readable(raw.decode(errors="replace").rstrip("\r\n"))
+            if line:
+                child.tail.append(line)
+                config.on_line(child.name, line)
+    finally:
+        transport.close()
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    """The next line, b"" at the end. What is longer than the limit is dropped."""
     while True:
         try:
-            raw = await stream.readline()
-        except ValueError:  # a line over the limit, which asyncio has dropped
+            return await stream.readline()
+        except ValueError:
             continue
-        if not raw:
-            return
-        line = readable(raw.decode(errors="replace").rstrip("\r\n"))
-        if line:
-            child.tail.append(line)
-            config.on_line(child.name, line)

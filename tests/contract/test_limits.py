@@ -58,8 +58,8 @@ async def test_a_missing_max_tokens_lets_the_text_run_to_the_servable_length(api
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"n": 2}, "n is 2"),
+        ({"max_tokens": 0}, "Max tokens must be greater than 0"),
+        ({"n": 2, "temperature": 0.5}, "n is 2"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"logprobs": True}, "logprobs"),
