@@ -266,6 +266,8 @@ def _flag(value: Any, name: str) -> bool:
 def _text(value: Any, name: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise InvalidArgument(f"{name} is {_shown(value)}, but must be a text")
+    if value and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise InvalidArgument(f"{name} is {_shown(value)}, but must be a text of whole Unicode characters")
     return value or None
 
 

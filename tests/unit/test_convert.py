@@ -228,7 +228,9 @@ def test_routing_gives_priority_and_cache_salt():
     assert (convert().priority, convert().cache_salt) == (0, None)
 
 
-@pytest.mark.parametrize("routing", [{"priority": 1 << 40}, {"priority": 1.5}, {"cache_salt": 5}, [1], "x"])
+@pytest.mark.parametrize(
+    "routing", [{"priority": 1 << 40}, {"priority": 1.5}, {"cache_salt": 5}, {"cache_salt": "\ud800"}, [1], "x"]
+)
 def test_bad_routing_is_refused(routing):
     refusal(routing=routing)
 

@@ -103,13 +103,18 @@ def test_reasons_are_there_before_they_occur():
         assert found["pagelane_requests_refused_total", reason] == 0
 
 
-def test_latencies_are_observed_in_seconds():
+def test_latencies_are_observed_in_seconds_and_counted_up_to_each_bound():
     registry, requests = build_registry(Sources(lambda: STATS, READY, lambda: (0, 0, 0)))
+    for seconds in (0.001, 0.004, 0.0041, 100.0):
+        requests.inter_token_latency.observe(seconds)
     requests.time_to_first_token.observe(0.02)
-    requests.inter_token_latency.observe(0.003)
+    itl = families(registry)["pagelane_inter_token_latency_seconds"].samples
+    buckets = {sample.labels["le"]: sample.value for sample in itl if sample.name.endswith("_bucket")}
+    assert [buckets[bound] for bound in ("0.001", "0.002", "0.004", "0.006", "2.5", "+Inf")] == [1, 1, 2, 3, 3, 4]
     found = samples(registry)
+    assert found["pagelane_inter_token_latency_seconds_count", ""] == 4
+    assert found["pagelane_inter_token_latency_seconds_sum", ""] == pytest.approx(100.0091)
     assert found["pagelane_time_to_first_token_seconds_sum", ""] == 0.02
-    assert found["pagelane_inter_token_latency_seconds_count", ""] == 1
 
 
 def test_two_registries_do_not_share_anything():
