@@ -270,6 +270,7 @@ class LocalStack:
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "50",
             "DYN_LOGGING_JSONL": "1",
             "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(self.directory),
             MARKER: str(self.directory),
             **self.config.environment,
         }

@@ -25,6 +25,9 @@ in the log of a stack that is well ("Adding worker", "Failed to unregister endpo
 QUIET_MESSAGES = ("monitor_instance_source: The Sender is dropped",)
 """Beginnings of errors that a frontend logs for every worker whenever it is told to stop."""
 
+REASON = "pagelane: error: "
+"""How the line begins in which a worker says why it cannot go on."""
+
 
 class _LogRecord(msgspec.Struct, frozen=True):
     """What is read of a line of Dynamo's JSON log; Python's records arrive with the target "log"."""
@@ -95,7 +98,9 @@ class Child:
         how = "is running" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        return f"{self.name} {how}" + (f": {self.tail[-1]}" if self.tail else "")
+        # A worker's own reason may be followed by what its runtime says while it ends.
+        reasons = [line for line in self.tail if line.startswith(REASON)] or list(self.tail)[-1:]
+        return ": ".join([f"{self.name} {how}", *(line.removeprefix(REASON) for line in reasons[-1:])])
 
     async def wait(self) -> int:
         """Wait until it has ended and its output has been read. Returns the exit code, negative for a signal."""
