@@ -1,10 +1,11 @@
 """The golden gate: greedy tokens and logits of an executor against `transformers`, float32, teacher-forced.
 
-`reference` runs transformers once; `Sequence` steps describe how a prompt reaches the executor (chunked, warm, with mates);
-`compare` holds both against each other. Forcing transformers' tokens on the executor keeps the two texts aligned where the
-top-1 gap is too small to decide.
+`reference` runs transformers once, `Driver` brings a prompt to the executor (chunked, warm, with mates) and `compare`
+holds both against each other. Forcing transformers' tokens on the executor keeps the two texts aligned where the top-1
+gap is too small to decide.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,18 +53,22 @@ def reference_model(directory: Path) -> torch.nn.Module:
 @torch.inference_mode()
 def reference(model: torch.nn.Module, prompt: Sequence[int], count: int = TOKENS) -> Reference:
     """Greedy continuation of `prompt` by `count` tokens with a KV cache, end tokens ignored."""
-    output = model(torch.tensor([list(prompt)]), use_cache=True)
-    tokens, logits = [], []
-    for step in range(count):
+    tokens: list[int] = []
+    logits: list[Tensor] = []
+    cache, ids = None, list(prompt)
+    for _ in range(count):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer transformers rename past_key_values
+            output = model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
         logits.append(output.logits[0, -1].float())
         tokens.append(int(logits[-1].argmax()))
-        if step + 1 < count:
-            output = model(torch.tensor([[tokens[-1]]]), past_key_values=output.past_key_values, use_cache=True)
+        ids = tokens[-1:]
     return Reference(list(prompt), tokens, torch.stack(logits))
 
 
 def compare(expected: Reference, logits: Tensor, tokens: Sequence[int]) -> None:
-    """Raise `GateError` at the first token or logit out of tolerance. `logits[i]` and `tokens[i]` are the executor's."""
+    """Raise `GateError` at the first of the executor's `tokens` or `logits` `[tokens, vocab]` out of tolerance."""
     if len(tokens) != len(expected.tokens):
         raise GateError(f"{len(tokens)} tokens, but {len(expected.tokens)} expected")
     for index, (own, other) in enumerate(zip(logits, expected.logits, strict=True)):
@@ -194,23 +199,15 @@ def check_batched(lane: CpuLane, expected: Sequence[Reference], chunk: int = 16)
     rows: list[Row] = []
     for slot, one in enumerate(expected):
         row = driver.start(slot + 1)
-        for done, earlier in zip(rows, expected, strict=False):
-            driver.force(done, earlier.tokens[len(done.tokens) - 1])
-        _prefill_forced(driver, row, one.prompt, chunk, rows, expected)
+        while row.length < len(one.prompt):
+            part = one.prompt[row.length : row.length + chunk]
+            _step_forced(driver, rows, expected, [(row, part, row.length + len(part) == len(one.prompt))])
         rows.append(row)
     while any(len(row.tokens) < len(one.tokens) for row, one in zip(rows, expected, strict=True)):
         _step_forced(driver, rows, expected)
     for row, one in zip(rows, expected, strict=True):
         count = len(one.tokens)
         compare(one, torch.stack(row.logits[:count]), row.tokens[:count])
-
-
-def _prefill_forced(
-    driver: Driver, row: Row, prompt: Sequence[int], chunk: int, mates: Sequence[Row], expected: Sequence[Reference]
-) -> None:
-    while row.length < len(prompt):
-        part = prompt[row.length : row.length + chunk]
-        _step_forced(driver, mates, expected, [(row, part, row.length + len(part) == len(prompt))])
 
 
 def _step_forced(
