@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 from dynamo._core import Context
 from dynamo.common.backend.health_check import is_probe
 from dynamo.llm.exceptions import CannotConnect, EngineShutdown, InvalidArgument, Unknown
@@ -25,6 +26,13 @@ from worker.config import WorkerConfig
 from worker.registration import PAGE_SIZE_KEY, other_page_size
 
 FAKE_CORE = str(Path(__file__).parents[1] / "fake_core.py")
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture")
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy():
+    """The loop that serves in production: its readers are not asyncio's."""
+    return uvloop.EventLoopPolicy()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import uvloop
 
 from engine.config import CoreConfig
 from engine.messages import Sampling, Submit
@@ -19,6 +20,13 @@ from kv.hashing import Blake2bHasher
 from worker.client import ClientConfig, CoreClient, CoreError, Listener
 
 FAKE_CORE = str(Path(__file__).parents[1] / "fake_core.py")
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture")
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy():
+    """The loop that serves in production: its readers are not asyncio's."""
+    return uvloop.EventLoopPolicy()
 
 
 def submit(key: int, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 4) -> Submit:
