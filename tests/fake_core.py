@@ -126,11 +126,13 @@ class FakeCore:
                 self.take(message, config)
             if self.waiting or self.active:
                 self.step(config)
-            elif time.monotonic() - self.last_step > 0.1:
-                self.send(Heartbeat(self.stats(), time.monotonic() - self.last_step))
-                self.last_step = time.monotonic()
+            else:
+                self.beat()  # the wait for messages sets the pace
             if os.getppid() == 1:
                 return 0
+
+    def beat(self) -> None:
+        self.send(Heartbeat(self.stats(), time.monotonic() - self.last_step))
 
     def take(self, requests: Requests, config: CoreConfig) -> None:
         self.messages += 1
@@ -155,6 +157,8 @@ class FakeCore:
 
     def step(self, config: CoreConfig) -> None:
         self.misbehave()
+        if self.options.beat_in_step:
+            self.beat()
         time.sleep(self.options.step_s)
         events: list[Stored | Removed] = []
         while self.waiting and len(self.active) < config.max_bucket:
@@ -202,12 +206,13 @@ class FakeCore:
             time.sleep(3600)
         while self.steps == self.options.stall_after:
             time.sleep(0.05)
-            self.send(Heartbeat(self.stats(), time.monotonic() - self.last_step))
+            self.beat()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-s", type=float, default=0.0, help="seconds a step takes")
+    parser.add_argument("--beat-in-step", action="store_true", help="send a heartbeat at the start of each step")
     parser.add_argument("--fail-start", help="answer Start with Failed and this reason")
     parser.add_argument("--exit-at-start", type=int, help="end with this code instead of answering Start")
     parser.add_argument("--hasher", help="claim this block hasher")

@@ -313,7 +313,6 @@ class CoreClient:
             if stream is not None:
                 stream.end = end
                 woken[end.key] = stream
-        self._busy_since = self._heard
         if step.events:
             self._listener.events(step.events)
         self._take_stats(step.stats)

@@ -182,6 +182,13 @@ async def test_an_idle_core_is_not_wedged():
         assert await read(client.submit(submit(1))) == [4, 5, 6, 7]
 
 
+async def test_the_age_of_the_last_step_counts_only_while_there_is_work():
+    async with started("--beat-in-step", "--step-s", "0.05", step_timeout_s=0.3) as client:
+        await asyncio.sleep(0.5)
+        assert await read(client.submit(submit(1))) == [4, 5, 6, 7]
+        assert client.failure is None
+
+
 async def test_a_core_that_does_not_end_is_killed():
     async with started("--wedge-after", "1", stop_timeout_s=0.1) as client:
         await client.submit(submit(1, max_tokens=10000)).take()
