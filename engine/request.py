@@ -26,7 +26,7 @@ class Request:
 
     key: int
     request_id: str
-    tokens: array[int]
+    tokens: "array[int]"
     """Prompt and, behind it, every output token that has been delivered."""
     prompt_tokens: int
     max_tokens: int
@@ -69,7 +69,7 @@ class Request:
     @classmethod
     def from_submit(cls, submit: Submit, digest_size: int, arrival: float, order: int) -> "Request":
         """Build the live request from what crossed the socket."""
-        tokens = array("i")
+        tokens: array[int] = array("i")
         tokens.frombytes(submit.prompt)
         packed = submit.block_hashes
         return cls(

@@ -1,0 +1,271 @@
+"""One case per rule of the scheduler; the property test mixes them all."""
+
+import pytest
+
+from engine.messages import Sampling, Submit
+from engine.scheduler import Scheduler
+from engine.scheduling import SchedulerConfig
+from kv.table import PageTables
+from tests.sim import Job, SimLane, expected_output
+
+
+def config(**changes):
+    limits = {"servable_length": 256, "max_bucket": 4, "max_step_tokens": 64, "max_chunk_tokens": 64}
+    return SchedulerConfig(page_size=16, **(limits | changes))
+
+
+def prompt(length, first=1):
+    return [(first + i) % 50 for i in range(length)]
+
+
+def test_one_request_runs_to_its_length():
+    lane = SimLane(config(), 20)
+    lane.submit(Job(prompt(20), 30))
+    lane.run()
+    lane.check_at_rest()
+    assert lane.jobs[0].output == expected_output(prompt(20), 30, ())
+    assert lane.jobs[0].finished.reason == "length"
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_row_that_ends_by_length_gets_no_surplus_step(lag):
+    lane = SimLane(config(max_in_flight=lag + 1), 20)
+    lane.submit(Job(prompt(20), 5))
+    lane.run()
+    decoded = sum(len(plan.decode_rows) for plan in lane.executor.launched)
+    assert decoded == 4  # the chunk samples the first of the five tokens
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_the_surplus_tokens_of_a_stop_are_dropped(lag):
+    stop = expected_output(prompt(20), 6, ())[3]
+    lane = SimLane(config(max_in_flight=lag + 1), 20)
+    lane.submit(Job(prompt(20), 30, (stop,)))
+    lane.run()
+    lane.check_at_rest()
+    first = expected_output(prompt(20), 6, ()).index(stop)
+    assert lane.jobs[0].output == expected_output(prompt(20), first + 1, ())
+    assert lane.jobs[0].finished.reason == "stop"
+    assert sum(len(plan.decode_rows) for plan in lane.executor.launched) == first + lag
+
+
+def test_a_draining_row_holds_its_slot_and_its_pages_until_its_last_step_resolves():
+    lane = SimLane(config(max_bucket=1, max_in_flight=3), 20)
+    lane.submit(Job(prompt(20), 30))
+    lane.submit(Job(prompt(20, 7), 30))
+    for _ in range(3):
+        lane.plan()
+    lane.cancel(0)
+    rows = lane.scheduler.rows
+    assert len(rows.draining) == 1
+    assert lane.pool.referenced_pages == 2
+    assert not lane.plan()  # the only row is draining: nothing is admitted
+    for _ in range(3):
+        lane.resolve()
+    assert not rows.draining
+    assert lane.pool.referenced_pages == 0
+    lane.run()
+    lane.check_at_rest()
+
+
+def test_a_prompt_in_prefill_counts_against_max_bucket():
+    lane = SimLane(config(max_bucket=1, max_step_tokens=16), 20)
+    lane.submit(Job(prompt(60), 2))
+    lane.submit(Job(prompt(5), 2))
+    lane.plan()
+    assert len(lane.scheduler.rows.prefilling) == 1
+    assert len(lane.scheduler.waiting) == 1
+
+
+def test_active_rows_come_first_and_chunks_take_what_is_left_of_the_step():
+    lane = SimLane(config(max_step_tokens=20), 20)
+    lane.submit(Job(prompt(10), 20))
+    lane.turn()
+    lane.submit(Job(prompt(50, 9), 2))
+    lane.turn()
+    plan = lane.executor.launched[-1]
+    assert len(plan.decode_rows) == 1
+    assert [len(chunk.tokens) for chunk in plan.chunks] == [16]  # 19 tokens are left; the chunk ends on a page boundary
+    assert plan.tokens <= 20
+
+
+def test_a_hit_leaves_a_token_to_compute_and_is_counted():
+    lane = SimLane(config(), 20)
+    lane.submit(Job(prompt(32), 1))
+    lane.run()
+    lane.submit(Job(prompt(32), 1))
+    lane.run()
+    lane.check_at_rest()
+    assert lane.jobs[0].finished.cached_tokens == 0
+    assert lane.jobs[1].finished.cached_tokens == 16
+    assert lane.scheduler.counters.cached_tokens == 16
+
+
+def test_generated_tokens_are_shared_with_the_next_turn_of_a_conversation():
+    lane = SimLane(config(), 20)
+    lane.submit(Job(prompt(20), 20))
+    lane.run()
+    history = prompt(20) + lane.jobs[0].output
+    lane.submit(Job([*history, 3, 4], 2))
+    lane.run()
+    lane.check_at_rest()
+    assert lane.jobs[1].finished.cached_tokens == 32  # 39 of the 40 tokens are in the cache, two full pages
+
+
+def test_salts_do_not_share():
+    lane = SimLane(config(), 20)
+    lane.submit(Job(prompt(40), 1, salt="a"))
+    lane.run()
+    lane.submit(Job(prompt(40), 1, salt="b"))
+    lane.run()
+    assert lane.jobs[1].finished.cached_tokens == 0
+
+
+def test_a_request_is_admitted_only_if_its_pages_suffice_beside_those_it_hits():
+    lane = SimLane(config(servable_length=64), 4)
+    lane.submit(Job(prompt(32), 1))
+    lane.run()
+    assert lane.pool.cached_pages == 2
+    lane.submit(
+        Job(prompt(49), 1)
+    )  # hits both cached pages and needs both free ones: its hit pages are not counted twice
+    lane.run()
+    lane.check_at_rest()
+    assert lane.jobs[1].finished.cached_tokens == 32
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_preemption_gives_way_to_the_older_request_and_loses_no_token(lag):
+    lane = SimLane(config(servable_length=96, max_in_flight=lag + 1, low_water_pages=0), 8)
+    for first in (1, 11, 21):
+        lane.submit(Job(prompt(17, first), 70))
+    lane.run()
+    lane.check_at_rest()
+    assert lane.scheduler.counters.preemptions > 0
+    assert lane.preempted[0] == 0  # the oldest is never the victim
+    assert all(job.finished.reason == "length" for job in lane.jobs.values())
+
+
+def test_after_max_preemptions_the_whole_lifetime_is_reserved():
+    lane = SimLane(config(servable_length=128, max_preemptions=1), 9)
+    for first in range(4):
+        lane.submit(Job(prompt(17, first * 9), 100))
+    lane.run()
+    lane.check_at_rest()
+    assert max(lane.preempted.values()) == 1
+
+
+def test_lifetime_reservation_never_preempts():
+    lane = SimLane(config(servable_length=128, lifetime=True), 9)
+    for first in range(4):
+        lane.submit(Job(prompt(17, first * 9), 100))
+    lane.run()
+    lane.check_at_rest()
+    assert lane.scheduler.counters.preemptions == 0
+
+
+def test_requests_that_can_never_be_served_are_refused_with_both_numbers():
+    lane = SimLane(config(), 20)
+    lane.submit(Job(prompt(200), 57))
+    lane.run()
+    finished = lane.jobs[0].finished
+    assert finished.reason == "error"
+    assert "257" in finished.message
+    assert "256" in finished.message
+
+
+def test_a_full_queue_refuses_at_once():
+    lane = SimLane(config(max_bucket=1, max_queue=2), 20)
+    for _ in range(3):
+        lane.submit(Job(prompt(5), 1))
+    lane._take(lane.scheduler.take_effects())
+    finished = lane.jobs[2].finished
+    assert finished.refused
+    assert "max_queue is 2" in finished.message
+    lane.run()
+    assert lane.jobs[1].finished.reason == "length"
+    assert lane.scheduler.counters.refused_queue_full == 1
+
+
+def test_a_request_that_waits_too_long_is_refused_and_one_that_runs_is_not():
+    lane = SimLane(config(max_bucket=1, max_queue_s=5.0), 20)
+    lane.submit(Job(prompt(5), 20))
+    lane.submit(Job(prompt(5), 20))
+    lane.run()
+    assert lane.jobs[0].finished.reason == "length"
+    assert lane.jobs[1].finished.refused
+    assert lane.scheduler.counters.refused_queue_time == 1
+
+
+def test_a_cancelled_request_that_waits_is_never_computed():
+    lane = SimLane(config(max_bucket=1), 20)
+    lane.submit(Job(prompt(5), 3))
+    lane.submit(Job(prompt(30, 9), 3))
+    lane.turn()
+    lane.cancel(1)
+    lane.run()
+    assert lane.jobs[1].finished.reason == "cancelled"
+    assert sum(len(chunk.tokens) for plan in lane.executor.launched for chunk in plan.chunks) == 5
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_failed_step_ends_the_requests_in_it_and_no_other(lag):
+    lane = SimLane(config(max_bucket=2, max_in_flight=lag + 1), 20)
+    lane.submit(Job(prompt(20), 10))
+    lane.submit(Job(prompt(20, 5), 10))
+    lane.submit(Job(prompt(20, 9), 10))
+    lane.executor.fail_steps.add(2)
+    lane.run()
+    lane.check_at_rest()
+    reasons = [job.finished.reason for job in lane.jobs.values()]
+    assert reasons == ["error", "error", "length"]
+    assert "planted failure" in lane.jobs[0].finished.message
+
+
+def test_pages_of_a_failed_step_are_not_shared():
+    lane = SimLane(config(max_in_flight=2), 20)
+    lane.submit(Job(prompt(40), 10))
+    lane.executor.fail_steps.add(0)
+    lane.run()
+    assert lane.pool.cached_pages == 0
+
+
+def test_hashes_that_do_not_belong_to_the_prompt_are_refused():
+    lane = SimLane(config(), 20)
+    lane.jobs[0] = Job(prompt(20), 1)
+    lane.scheduler.submit(Submit(0, "r", b"\1\0\0\0" * 20, b"", 1, (), Sampling()), 0.0)
+    lane.run()
+    assert "0 block hashes came with a prompt of 1 full blocks" in lane.jobs[0].finished.message
+
+
+def test_max_step_tokens_below_max_bucket_is_refused():
+    with pytest.raises(ValueError, match="max_step_tokens is 3, but a step of 4 active rows"):
+        config(max_step_tokens=3)
+
+
+def test_the_simulation_turns_red_when_a_table_update_is_lost(monkeypatch):
+    """A planted fault: the last page of a growing row never reaches the device."""
+    drain = PageTables.drain
+    monkeypatch.setattr(PageTables, "drain", lambda tables: drain(tables)[:-1])
+    lane = SimLane(config(), 6)
+    lane.submit(Job(prompt(20), 30))
+    with pytest.raises(AssertionError, match="has no page for position"):
+        lane.run()
+
+
+def test_the_simulation_turns_red_when_a_page_is_sealed_before_it_is_written(monkeypatch):
+    """A planted fault: sealing follows what is planned instead of what is resolved."""
+    plan_chunk = Scheduler._plan_chunk
+
+    def early(self, request, budget, chunks):
+        count = plan_chunk(self, request, budget, chunks)
+        request.written = request.target
+        self._seal(request)
+        return count
+
+    monkeypatch.setattr(Scheduler, "_plan_chunk", early)
+    lane = SimLane(config(max_step_tokens=64, max_chunk_tokens=16), 20)
+    lane.submit(Job(prompt(100), 3))
+    lane.submit(Job(prompt(100), 3))
+    with pytest.raises(AssertionError, match="nobody has written"):
+        lane.run()
