@@ -1,0 +1,179 @@
+"""The engine core as a process: what it answers, and that it never outlives its worker."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from engine.config import CoreConfig
+from engine.messages import Failed, FromCore, Heartbeat, Ready, Requests, Sampling, Start, StepOutput, Stop, Submit
+from kv.events import replay
+from kv.hashing import Blake2bHasher, pack_tokens, unpack_tokens
+from tests.models import tiny_model
+
+WAIT_MS = 30_000
+
+
+class Process:
+    """A core of its own and the worker's end of its socket."""
+
+    def __init__(self, directory: Path) -> None:
+        address = f"ipc://{directory / 'core.sock'}"
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.PAIR)
+        self.socket.bind(address)
+        self.child = subprocess.Popen([sys.executable, "-m", "engine", address], stderr=subprocess.PIPE, text=True)
+        self.decoder = msgspec.msgpack.Decoder(FromCore)
+
+    def send(self, message: object) -> None:
+        self.socket.send(msgspec.msgpack.encode(message))
+
+    def receive(self) -> FromCore:
+        assert self.socket.poll(WAIT_MS), "the core is silent"
+        return self.decoder.decode(self.socket.recv())
+
+    def steps_until(self, *keys: int) -> list[StepOutput]:
+        """Step messages up to the one in which the last of `keys` has ended."""
+        missing, outputs = set(keys), []
+        while missing:
+            message = self.receive()
+            if isinstance(message, StepOutput):
+                outputs.append(message)
+                missing -= {finished.key for finished in message.finished}
+        return outputs
+
+    def close(self) -> str:
+        self.child.kill()
+        _, errors = self.child.communicate()
+        self.context.destroy(linger=0)
+        return errors
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("core") / "tiny")
+
+
+@pytest.fixture
+def core(tmp_path: Path):
+    process = Process(tmp_path)
+    yield process
+    process.close()
+
+
+def start(core: Process, model: Path, **settings: object) -> Ready:
+    config = CoreConfig(model=str(model), **({"kv_cache_memory": "1MiB", "threads": 1} | settings))
+    core.send(Start(config))
+    message = core.receive()
+    assert isinstance(message, Ready), message
+    return message
+
+
+def submit(key: int, prompt: list[int], max_tokens: int = 4) -> Submit:
+    packed = pack_tokens(prompt)
+    hashes = b"".join(Blake2bHasher(16).chain(packed))
+    return Submit(key, f"r{key}", packed, hashes, max_tokens, (), Sampling())
+
+
+def test_a_core_says_what_it_holds_and_serves_until_it_is_told_to_stop(core, model):
+    ready = start(core, model, pipeline_depth=1)
+    assert ready.page_size == 16
+    assert ready.hasher == Blake2bHasher(16).fingerprint
+    assert ready.servable_length == min(2048, ready.usable_pages * 16)
+    assert f"{ready.usable_pages} pages of 16 tokens" in ready.load_line
+    assert ready.memory["kv_pool"] == pytest.approx(1 << 20, rel=0.05)
+    core.send(Requests([submit(1, list(range(10, 50))), submit(2, [11] * 3, 7)], []))
+    outputs = core.steps_until(1, 2)
+    tokens = {1: [], 2: []}
+    for output in outputs:
+        for key, token in zip(output.keys, unpack_tokens(output.tokens), strict=True):
+            tokens[key].append(token)
+    finished = {f.key: f for output in outputs for f in output.finished}
+    assert [len(tokens[1]), len(tokens[2])] == [4, 7]
+    assert finished[1].reason == finished[2].reason == "length"
+    assert (finished[1].prompt_tokens, finished[1].completion_tokens, finished[1].cached_tokens) == (40, 4, 0)
+    assert len(replay(event for output in outputs for event in output.events)) == 2
+    stats = outputs[-1].stats
+    assert (stats.active, stats.draining, stats.referenced_pages, stats.cached_pages) == (0, 0, 0, 2)
+    assert stats.stored_blocks == 2
+    core.send(Stop())
+    assert core.child.wait(10) == 0
+
+
+def test_a_silent_core_sends_heartbeats(core, model):
+    start(core, model)
+    first, second = core.receive(), core.receive()
+    assert isinstance(first, Heartbeat)
+    assert isinstance(second, Heartbeat)
+    assert second.last_step_age_s < 1.0  # an idle lane is not a stuck one
+
+
+def test_a_cancelled_request_ends_and_its_pages_return(core, model):
+    start(core, model)
+    core.send(Requests([submit(1, [5] * 20, 900)], []))
+    core.receive()
+    core.send(Requests([], [1]))
+    finished = core.steps_until(1)[-1]
+    assert finished.finished[0].reason == "cancelled"
+    assert finished.stats.referenced_pages == 0
+
+
+def test_a_core_that_cannot_start_says_why_in_one_line(core, tmp_path):
+    core.send(Start(CoreConfig(model=str(tmp_path / "nothing"))))
+    message = core.receive()
+    assert isinstance(message, Failed)
+    assert "\n" not in message.reason
+    assert "config.json" in message.reason
+    assert core.child.wait(10) == 1
+
+
+def test_a_core_waits_out_interrupts_and_terminations_which_are_its_workers_business(core, model):
+    start(core, model)
+    core.child.send_signal(signal.SIGINT)
+    core.child.send_signal(signal.SIGTERM)
+    core.send(Requests([submit(1, [5] * 5, 2)], []))
+    assert core.steps_until(1)
+
+
+def test_bytes_that_are_no_message_end_the_core_with_a_reason(core, model):
+    start(core, model)
+    core.socket.send(b"\xc1 not a message")
+    message = core.receive()
+    while isinstance(message, Heartbeat):
+        message = core.receive()
+    assert isinstance(message, Failed)
+    assert core.child.wait(10) == 1
+
+
+def test_a_core_dies_with_its_worker(tmp_path):
+    """The worker is killed outright: nobody tells the core, and it must not live on."""
+    script = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-m', 'engine', 'ipc://{tmp_path}/core.sock'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    worker = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert worker.stdout is not None
+    core_pid = int(worker.stdout.readline())
+    deadline = time.monotonic() + 20
+    while "-m" not in psutil.Process(core_pid).cmdline() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1.0)  # past the import of ctypes and the request to the kernel
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.wait()
+    worker.stdout.close()
+    while psutil.pid_exists(core_pid) and time.monotonic() < deadline:
+        if psutil.Process(core_pid).status() == psutil.STATUS_ZOMBIE:
+            break
+        time.sleep(0.05)
+    assert not psutil.pid_exists(core_pid) or psutil.Process(core_pid).status() == psutil.STATUS_ZOMBIE

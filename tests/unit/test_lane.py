@@ -1,0 +1,144 @@
+"""The whole lane against transformers: lag, chunks, cache hits, batch mates and preemption change no text."""
+
+import time
+from array import array
+from pathlib import Path
+
+import pytest
+
+from engine.build import BuiltLane, build_lane
+from engine.config import CoreConfig
+from engine.lane import Lane, LaneBroken
+from engine.messages import Sampling, Submit
+from kv.hashing import pack_tokens
+from tests import golden
+from tests.models import tiny_model
+
+PROMPT_LENGTHS = (1, 15, 16, 17, 33, 64, 65, 150)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[golden.Reference]]:
+    directory = tiny_model(tmp_path_factory.mktemp("lane") / "qwen3", "qwen3", group=3, seed=5)
+    transformers = golden.reference_model(directory)
+    prompts = [[(7 * i + 3 * n) % 300 + 10 for i in range(n)] for n in PROMPT_LENGTHS]
+    return directory, [golden.reference(transformers, prompt) for prompt in prompts]
+
+
+def build(directory: Path, **settings: object) -> BuiltLane:
+    defaults = {"kv_cache_memory": "4MiB", "max_bucket": 8, "max_step_tokens": 256, "threads": 1}
+    return build_lane(CoreConfig(model=str(directory), **(defaults | settings)), directory)
+
+
+class Owner:
+    """The worker's side of a lane in this process: submits, takes tokens, knows who has ended."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.tokens: dict[int, list[int]] = {}
+        self.finished = {}
+
+    def submit(self, prompt: list[int], max_tokens: int = golden.TOKENS, sampling: Sampling | None = None) -> int:
+        key = len(self.tokens)
+        self.tokens[key] = []
+        packed = pack_tokens(prompt)
+        hashes = b"".join(self.lane.scheduler.hasher.chain(packed))
+        submit = Submit(key, f"r{key}", packed, hashes, max_tokens, (), sampling or Sampling())
+        self.lane.scheduler.submit(submit, time.monotonic())
+        return key
+
+    def run(self) -> None:
+        while not self.lane.idle:
+            effects = self.lane.advance()
+            for key, token in zip(effects.keys, effects.tokens, strict=True):
+                self.tokens[key].append(token)
+            self.finished |= {finished.key: finished for finished in effects.finished}
+
+
+def assert_same_text(tokens: list[int], expected: golden.Reference) -> None:
+    """Equal up to the first token whose top-1 gap is too small to decide, which must come late to be worth the name."""
+    for index, (own, other) in enumerate(zip(tokens, expected.tokens, strict=True)):
+        best = expected.logits[index].topk(2).values
+        if best[0] - best[1] <= golden.MIN_GAP:
+            return
+        assert own == other, f"token {index} of a prompt of {len(expected.prompt)}"
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("chunk", [7, 16, 64, 1000])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_texts_are_those_of_transformers_cold_and_warm_at_any_lag_and_chunk(model, lag, chunk, page_size):
+    directory, references = model
+    built = build(directory, kv_page_size=page_size, pipeline_depth=lag, max_chunk_tokens=chunk)
+    owner = Owner(built.lane)
+    for _ in ("cold", "warm"):
+        keys = [owner.submit(expected.prompt) for expected in references]
+        owner.run()
+        for key, expected in zip(keys, references, strict=True):
+            assert_same_text(owner.tokens[key], expected)
+    warm = owner.finished[keys[-1]]
+    assert warm.cached_tokens == (warm.prompt_tokens - 1) // page_size * page_size
+    assert built.lane.stats().referenced_pages == 0
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_texts_survive_preemption(model, lag):
+    directory, references = model
+    built = build(directory, kv_cache_memory="160KiB", pipeline_depth=lag, dtype="float32")
+    owner = Owner(built.lane)
+    served = [r for r in references if len(r.prompt) + golden.TOKENS <= built.servable_length]
+    keys = [owner.submit(expected.prompt) for expected in served]
+    owner.run()
+    assert built.lane.stats().preemptions > 0
+    for key, expected in zip(keys, served, strict=True):
+        assert_same_text(owner.tokens[key], expected)
+        assert owner.finished[key].reason == "length"
+
+
+def test_a_seed_gives_one_text_whatever_its_mates_page_size_chunk_and_preemption(model):
+    directory, references = model
+    sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=2**63 + 11)
+    texts = []
+    for settings, mates in (
+        ({}, 0),
+        ({"kv_page_size": 64}, 5),
+        ({"max_chunk_tokens": 7, "kv_cache_memory": "160KiB"}, 6),
+    ):
+        owner = Owner(build(directory, **settings).lane)
+        for n in range(mates):
+            owner.submit(references[n].prompt, sampling=Sampling(temperature=1.3, seed=n))
+        key = owner.submit(references[4].prompt, sampling=sampling)
+        owner.run()
+        texts.append(owner.tokens[key])
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] != references[4].tokens
+
+
+def test_a_failing_step_is_told_to_its_requests_and_three_in_a_row_break_the_lane(model, monkeypatch):
+    directory, references = model
+    built = build(directory)
+    owner = Owner(built.lane)
+
+    def fail(plan: object) -> object:
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(built.lane.executor, "launch", fail)
+        key = owner.submit(references[0].prompt)
+        owner.run()
+    assert owner.finished[key].reason == "error"
+    assert "planted" in owner.finished[key].message
+    key = owner.submit(references[0].prompt)
+    owner.run()
+    assert_same_text(owner.tokens[key], references[0])
+    monkeypatch.setattr(built.lane.executor, "launch", fail)
+    for _ in range(2):
+        owner.submit(references[0].prompt)
+        owner.run()
+    owner.submit(references[0].prompt)
+    with pytest.raises(LaneBroken, match="3 steps in a row failed, the last with: planted"):
+        owner.run()
+
+
+def test_token_ids_cross_as_little_endian_int32():
+    assert array("i", [1, -2]).tobytes() == pack_tokens([1, -2])
