@@ -122,14 +122,18 @@ def _design(config: CoreConfig, model: ModelConfig) -> _Design:
     activations, logits = Arena(), Arena()
     Decoder.reserve(activations, model, capacity.max_step_tokens, dtype)
     PagedAttention.reserve(activations, capacity, dtype)
-    reserve_scratch(activations, capacity.max_step_tokens, _widest(model), dtype)
+    inputs, outputs = _widest(model)
+    reserve_scratch(activations, capacity.max_step_tokens, inputs, outputs, dtype)
     reserve_logits(logits, capacity, model.vocab_size, model.hidden_size, dtype)
     return _Design(model, dtype, budget, capacity, PlanLayout(capacity), activations, logits)
 
 
-def _widest(model: ModelConfig) -> int:
-    qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
-    return max(model.vocab_size, qkv, 2 * model.intermediate_size, model.hidden_size)
+def _widest(model: ModelConfig) -> tuple[int, int]:
+    """Largest input and output dimension of a matrix product."""
+    queries = model.heads * model.head_dim
+    qkv = queries + 2 * model.kv_heads * model.head_dim
+    inputs = max(model.hidden_size, model.intermediate_size, queries)
+    return inputs, max(model.vocab_size, qkv, 2 * model.intermediate_size, model.hidden_size)
 
 
 def _load(config: CoreConfig, model_dir: Path, design: _Design, progress: Progress | None) -> DecoderWeights:

@@ -17,8 +17,11 @@ TUNED_ROWS = (1, 2, 4, 8, 16, 32)
 """Row counts that are measured; a count between two takes the choice of the larger. Above the last, all are alike."""
 
 _ROUNDS = 3
-_WEIGHTS_PER_SHAPE = 4
-_SCRATCH = "gemm_transposed"
+_SWEEP_BYTES = 48 << 20
+"""Weights of a shape that are swept in one measurement: more than a core's share of the last-level cache, since a step
+finds its weights in memory."""
+_PRODUCT = "gemm_transposed"
+_PADDED = "gemm_padded"
 
 
 class Form(NamedTuple):
@@ -27,7 +30,8 @@ class Form(NamedTuple):
     transposed: bool
     """Compute `weight @ inputs.T` and transpose the small result: MKL's better-blocked side for few rows."""
     least_rows: int
-    """Pad the rows to this many: MKL's float32 matrix-vector product is slower than its product with two columns."""
+    """Pad with zero rows to this many: MKL's float32 product with two columns takes a third of the time of its
+    matrix-vector product (216 against 612 us for 3072 x 576 on an EPYC with 2 threads)."""
     onednn: bool
     """Leave oneDNN on; its packing costs more than it saves for one or two rows in bfloat16."""
 
@@ -37,16 +41,18 @@ _FLOAT32_FORMS = (PLAIN, Form(True, 1, True), Form(True, 2, True))
 _HALF_FORMS = (PLAIN, Form(True, 1, True), Form(False, 1, False), Form(True, 1, False))
 
 
-def reserve_scratch(arena: Arena, rows: int, widest: int, dtype: torch.dtype) -> None:
-    """Plan the scratch of the transposed forms for at most `rows` rows and `widest` output columns."""
-    arena.reserve(_SCRATCH, (max(2, min(rows, TUNED_ROWS[-1])) * widest,), dtype)
+def reserve_scratch(arena: Arena, rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    """Plan the scratch for at most `rows` rows, with `inputs` and `outputs` the widest dimensions of a weight."""
+    arena.reserve(_PRODUCT, (max(2, min(rows, TUNED_ROWS[-1])) * outputs,), dtype)
+    arena.reserve(_PADDED, (2 * inputs,), dtype)
 
 
 class Gemm:
     """Computes `inputs @ weight.T`. Call `tune` once; before that every shape takes the plain form."""
 
     def __init__(self, arena: Arena, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._scratch = arena.take(_SCRATCH)
+        self._product_scratch = arena.take(_PRODUCT)
+        self._padded_scratch = arena.take(_PADDED)
         self._clock = clock
         self._forms: dict[tuple[int, int, int], Form] = {}
 
@@ -60,19 +66,15 @@ class Gemm:
         return self._forms.get((weight.shape[0], weight.shape[1], bucket), PLAIN)
 
     def tune(self, weights: Iterable[Tensor], max_rows: int) -> None:
-        """Measure the forms on every shape among `weights` for all row counts up to `max_rows` and keep the fastest.
-
-        Several weights of a shape take turns, so that they are read from memory as in a step and not from the cache.
-        """
+        """Measure the forms on every shape among `weights` for all row counts up to `max_rows` and keep the fastest."""
         by_shape: dict[tuple[int, int], list[Tensor]] = {}
         for weight in weights:
-            alike = by_shape.setdefault((weight.shape[0], weight.shape[1]), [])
-            if len(alike) < _WEIGHTS_PER_SHAPE:
-                alike.append(weight)
+            by_shape.setdefault((weight.shape[0], weight.shape[1]), []).append(weight)
         buckets = [rows for rows in TUNED_ROWS if rows == 1 or rows < 2 * max_rows]
         for (height, width), alike in by_shape.items():
+            swept = _sweep(alike)
             for rows in buckets:
-                self._forms[height, width, rows] = self._fastest(alike, rows)
+                self._forms[height, width, rows] = self._fastest(swept, rows)
 
     def _fastest(self, weights: Sequence[Tensor], rows: int) -> Form:
         height, width = weights[0].shape
@@ -83,17 +85,21 @@ class Gemm:
         seconds = dict.fromkeys(forms, float("inf"))
         for _ in range(_ROUNDS):
             for form in forms:
+                begin = self._clock()
                 for weight in weights:
-                    begin = self._clock()
                     self._run(form, inputs, weight, out)
-                    seconds[form] = min(seconds[form], self._clock() - begin)
+                seconds[form] = min(seconds[form], self._clock() - begin)
         return min(forms, key=seconds.__getitem__)
 
     def _run(self, form: Form, inputs: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         if form.onednn:
             return self._product(form, inputs, weight, out)
-        with torch.backends.mkldnn.flags(enabled=False):
+        # The context manager `flags` also resets TF32 and costs as much as a small product.
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+        try:
             return self._product(form, inputs, weight, out)
+        finally:
+            torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
 
     def _product(self, form: Form, inputs: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         if not form.transposed:
@@ -101,7 +107,20 @@ class Gemm:
         rows = inputs.shape[0]
         padded = max(rows, form.least_rows)
         if padded > rows:
-            inputs = inputs.expand(padded, -1)
-        product = self._scratch[: padded * weight.shape[0]].view(weight.shape[0], padded)
+            inputs = self._pad(inputs, padded)
+        product = self._product_scratch[: padded * weight.shape[0]].view(weight.shape[0], padded)
         torch.mm(weight, inputs.t(), out=product)
         return out.copy_(product.t()[:rows])
+
+    def _pad(self, inputs: Tensor, rows: int) -> Tensor:
+        padded = self._padded_scratch[: rows * inputs.shape[1]].view(rows, inputs.shape[1])
+        padded[: inputs.shape[0]] = inputs
+        padded[inputs.shape[0] :] = 0
+        return padded
+
+
+def _sweep(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Weights of one shape up to `_SWEEP_BYTES`; a single larger one is cut to its first rows."""
+    count = max(1, _SWEEP_BYTES // weights[0].nbytes)
+    rows = max(1, _SWEEP_BYTES // (weights[0].shape[1] * weights[0].dtype.itemsize))
+    return [weight[:rows] for weight in weights[:count]]
