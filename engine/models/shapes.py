@@ -2,6 +2,8 @@
 
 from engine.models.config import ModelConfig
 
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 

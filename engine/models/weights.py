@@ -11,13 +11,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.models.config import ModelConfig, ModelError, read_json
-from engine.models.shapes import HEAD, weight_shapes
+from engine.models.shapes import HEAD, INDEX_FILE, SINGLE_FILE, weight_shapes
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total), of the checkpoint as it lies on disk."""
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Old Llama checkpoints carry this buffer; it follows from config.json.
