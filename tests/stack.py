@@ -99,9 +99,9 @@ class Stack:
         self._call(self.local.restart_frontend())
 
     def discovered(self) -> list[str]:
-        """Endpoints and models that stand in discovery, whoever registered them."""
-        root = self.local.directory / "discovery" / "v1"
-        return sorted(path.name for kind in ("instances", "mdc") for path in (root / kind).rglob("*") if path.is_file())
+        """Endpoints that stand in discovery; what else a worker registers goes with its lease, some 10 s later."""
+        root = self.local.directory / "discovery/v1/instances"
+        return sorted(path.name for path in root.rglob("*") if path.is_file())
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest_asyncio
 from tests.models import tiny_model
 from tests.stack import Client, Stack, client
 
-CONTEXT = 512
+CONTEXT = 768
 """Context limit of the shared tiny stack, in tokens."""
 
 
