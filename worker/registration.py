@@ -7,6 +7,7 @@ from typing import Any
 
 from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
 
+from engine.models.resolve import resolve_model
 from kv.geometry import PAGE_SIZES
 from worker.config import WorkerConfig
 from worker.model import parsers
@@ -25,20 +26,19 @@ def served_name(model: str) -> str:
 
 
 def model_directory(config: WorkerConfig) -> Path:
-    """The model's directory; a `.gguf` file is imported first. Raises `ConfigError` or `ModelError` with one line."""
-    from engine.models.resolve import resolve_model
-
-    return resolve_model(config.model)
+    """The model's directory; a `.gguf` file is imported first. Raises `ModelError`, a ValueError, with one line."""
+    return resolve_model(config.model, config.load_format)
 
 
 def dynamo_config(config: WorkerConfig) -> DynamoConfig:
     """What Dynamo's Worker is told."""
-    tool_call_parser, reasoning_parser = parsers(model_directory(config))
+    directory = model_directory(config)
+    tool_call_parser, reasoning_parser = parsers(directory)
     return DynamoConfig(
         namespace=config.namespace,
         component=config.component,
         endpoint=config.endpoint,
-        model_name=config.model,
+        model_name=str(directory),
         served_model_name=config.served_model_name or served_name(config.model),
         endpoint_types=config.endpoint_types,
         discovery_backend=config.discovery_backend,

@@ -41,6 +41,8 @@ def model(tmp_path):
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     (directory / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):  # the fake core reads none of them
+        (directory / name).touch()
     return directory
 
 
