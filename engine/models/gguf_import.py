@@ -77,7 +77,7 @@ def cached_import(path: Path, cache_root: Path | None = None, progress: Progress
     """The cache entry of `path`, imported now unless it is there.
 
     The entry's name holds a hash of the content and the importer's version. `cache_root` is by default
-    `$PAGELANE_CACHE` or ~/.cache/pagelane. Safe to call from several processes at once: one imports, the others wait for it.
+    `$PAGELANE_CACHE` or ~/.cache/pagelane. Safe to call from several processes at once: one imports, the others wait.
     """
     root = cache_root or Path(os.environ.get("PAGELANE_CACHE") or Path.home() / ".cache" / "pagelane")
     digest = _digest(path)

@@ -1,0 +1,49 @@
+"""Rotary frequencies equal transformers' to the last bit."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from engine.models.config import RopeConfig, load_model_config
+from engine.models.rope import attention_factor, inverse_frequencies, rope_table
+from tests.models import ROPES, tiny_model
+
+CASES = [
+    *ROPES.values(),
+    {"rope_type": "default", "rope_theta": 1000000.0},
+    ROPES["llama3"] | {"factor": 32.0, "original_max_position_embeddings": 1024},
+    ROPES["yarn"] | {"beta_fast": 16.0, "beta_slow": 2.0},
+    ROPES["yarn"] | {"mscale": 0.707, "mscale_all_dim": 1.0},
+    ROPES["yarn"] | {"attention_factor": 1.25, "truncate": False},
+    ROPES["yarn"] | {"rope_theta": 1000000.0, "factor": 1.0},
+]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("rope", CASES, ids=str)
+def test_frequencies_and_table_are_those_of_transformers(tmp_path, rope, head_dim):
+    config = load_model_config(tiny_model(tmp_path, kv_heads=1, head_dim=head_dim, rope=rope))
+    reference = LlamaRotaryEmbedding(LlamaConfig(**json.loads((tmp_path / "config.json").read_text())))
+    assert torch.equal(inverse_frequencies(config.rope, head_dim), reference.inv_freq)
+    assert attention_factor(config.rope) == reference.attention_scaling
+    cos, sin = rope_table(config)
+    expected = reference(torch.zeros(1), torch.arange(config.context_limit + 1)[None])
+    assert cos.shape == sin.shape == (config.context_limit + 1, head_dim)
+    assert torch.equal(cos, expected[0][0])
+    assert torch.equal(sin, expected[1][0])
+
+
+def test_every_scaling_changes_the_frequencies():
+    plain = inverse_frequencies(RopeConfig(), 64)
+    llama3 = RopeConfig(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=256)
+    yarn = RopeConfig(kind="yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, original_context=512)
+    for rope in (RopeConfig(kind="linear", factor=4.0), llama3, yarn):
+        assert not torch.allclose(inverse_frequencies(rope, 64), plain)
+
+
+def test_a_hand_made_config_without_its_factor_is_refused():
+    with pytest.raises(ValueError, match="lacks a field"):
+        inverse_frequencies(RopeConfig(kind="linear"), 64)
