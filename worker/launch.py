@@ -8,10 +8,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from engine.models.resolve import resolve_model
 from worker.config import ConfigError, WorkerConfig
 from worker.flags import HelpRequested, help_text, load_config
 from worker.local import LOOPBACK, LocalConfig, LocalError, LocalStack, PortTaken, check_port
@@ -87,7 +88,7 @@ def share_cores(config: UpConfig, cores: int) -> Sequence[str]:
 def curl_line(url: str, model: str) -> str:
     """A command to paste that asks the model something."""
     question = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": model, "messages": [question], "max_tokens": 64})
+    body = json.dumps({"model": model, "messages": [question], "temperature": 0, "max_tokens": 64})
     return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
@@ -96,6 +97,21 @@ def print_line(name: str, line: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(f"{name:<9} | {line}\n")
         sys.stdout.flush()
+
+
+class ImportProgress:
+    """Says how far the import of a model has come, in quarters."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._quarter = -1
+
+    def __call__(self, done: int, total: int) -> None:
+        """Bytes written so far, of how many."""
+        quarter = 4 * done // max(total, 1)
+        if quarter > self._quarter:
+            self._quarter = quarter
+            self._say(f"importing the model: {25 * quarter} % of {total >> 20} MiB")
 
 
 class Launcher:
@@ -145,7 +161,7 @@ class Launcher:
         check_port(self._config.host, self._config.port)
         plural = "s" if self._config.workers > 1 else ""
         self._say(f"starting a frontend and {self._config.workers} worker{plural} for {self._config.worker.model}")
-        if not await self._or_stop(self._stack.start()):
+        if not (await self._or_stop(self._import()) and await self._or_stop(self._stack.start())):
             return self._stopped()
         url, model = self._stack.url, self._stack.model
         self._say(f"ready after {time.monotonic() - begin:.1f} s: {model} at {url}/v1, stop with Ctrl-C")
@@ -154,6 +170,14 @@ class Launcher:
             if not any(worker.child.alive for worker in self._stack.workers):
                 raise LocalError("no worker is left")
         return self._stopped()
+
+    async def _import(self) -> None:
+        """Import a model that is no directory yet, once for all workers. Raises `LocalError` if it cannot be served."""
+        worker = self._config.worker
+        try:
+            await asyncio.to_thread(resolve_model, worker.model, worker.load_format, ImportProgress(self._say))
+        except (ValueError, OSError) as error:
+            raise LocalError(" ".join(str(error).split())) from None
 
     async def _next_exit(self) -> None:
         """Wait for a process that ends by itself and report it. Raises `LocalError` if it is the frontend."""

@@ -15,6 +15,8 @@ import msgspec
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_PYTHON_RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (\w+) +[\w.]+: ")
+"""Head of the engine core's log lines: time, level and module."""
 _LINE_LIMIT = 1 << 20
 _TAIL_LINES = 40
 
@@ -22,8 +24,9 @@ QUIET_TARGETS = ("mm_routing", "request_span", "dynamo_runtime", "dynamo_llm", "
 """Dynamo's log targets that speak of every connection and request: shown from ERROR on, since their warnings also stand
 in the log of a stack that is well ("Adding worker", "Failed to unregister endpoint" after it was unregistered)."""
 
-QUIET_MESSAGES = ("monitor_instance_source: The Sender is dropped",)
-"""Beginnings of errors that a frontend logs for every worker whenever it is told to stop."""
+QUIET_MESSAGES = ("monitor_instance_source: The Sender is dropped", "response failed")
+"""Beginnings of errors that a frontend logs for every worker when it is told to stop, and a worker for each look at its
+/health while it loads."""
 
 REASON = "pagelane: error: "
 """How the line begins in which a worker says why it cannot go on."""
@@ -45,13 +48,13 @@ _RECORD = msgspec.json.Decoder(_LogRecord)
 def readable(line: str) -> str | None:
     """A log line as a person wants it, or None for one that only concerns Dynamo's developers.
 
-    Lines of Dynamo's JSON log become their message, with the level in front from WARN on. All others stay as they are,
-    without colours.
+    Lines of Dynamo's JSON log and of the engine core become their message, with the level in front if it is no INFO.
+    All others stay as they are, without colours.
     """
     try:
         record = _RECORD.decode(line)
     except msgspec.DecodeError:
-        return _ESCAPES.sub("", line).rstrip()
+        return _PYTHON_RECORD.sub(_level, _ESCAPES.sub("", line).rstrip(), count=1)
     urgent = record.level in ("WARN", "ERROR")
     loud = record.level == "ERROR" or not record.target.startswith(QUIET_TARGETS)
     loud = loud and not record.message.startswith(QUIET_MESSAGES)
@@ -60,6 +63,10 @@ def readable(line: str) -> str | None:
         return None
     text = f"{record.level}: {record.message}" if urgent else record.message
     return f"{text} ({record.error})" if record.error else text
+
+
+def _level(head: re.Match[str]) -> str:
+    return "" if head[1] == "INFO" else f"{head[1]}: "
 
 
 @dataclass(frozen=True, slots=True)

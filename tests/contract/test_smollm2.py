@@ -37,14 +37,14 @@ async def test_a_conversation_of_twenty_turns_computes_only_what_is_new(smollm2:
         for turn in range(20):
             question = "capital" if turn % 2 == 0 else "language"
             messages.append({"role": "user", "content": f"What is the {question} of {TOPICS[turn // 2]}?"})
-            reply = await api.chat(messages, max_tokens=6)
+            reply = await api.chat(messages, max_tokens=4)
             assert reply.status == 200, reply.error
             assert reply.text.strip()
             # What precedes the last answer was in the cache, to the page.
             assert reply.cached_tokens >= known // 16 * 16
             known = reply.usage["prompt_tokens"]
             messages.append({"role": "assistant", "content": reply.text})
-    assert known > 400
+    assert known > 350
 
 
 async def test_an_answer_is_the_same_among_sixteen_others(smollm2: Stack) -> None:

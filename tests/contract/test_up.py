@@ -23,10 +23,13 @@ PAGELANE = Path(sys.executable).parent / "pagelane"
 
 @contextmanager
 def pagelane_up(tiny: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The launcher with a tiny model, and its port."""
+    """The launcher with a tiny model, and its port. Its temporary files are made beside the model."""
     port = free_port(PORTS)
     command = [str(PAGELANE), "up", *tiny_flags(tiny), "--port", str(port), *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    variables = os.environ | {"TMPDIR": str(tiny.parent)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables
+    ) as process:
         try:
             yield process, port
         finally:
@@ -62,10 +65,12 @@ def test_up_serves_the_command_it_prints_and_ctrl_c_ends_all(tiny: Path) -> None
         answer = subprocess.run(
             shlex.split(lines[-1].partition("try: ")[2]), capture_output=True, text=True, timeout=60, check=True
         )
+        assert not [line for line in lines if "ERROR" in line or "WARN" in line], lines
         assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
         process.send_signal(signal.SIGINT)
         rest = process.communicate(timeout=30)[0]
         assert process.returncode == 0, rest
+        assert not list(tiny.parent.glob("pagelane-*")), "temporary files are left"
         assert "Traceback" not in rest
         assert_gone(children)
 
@@ -97,6 +102,14 @@ def test_a_worker_that_cannot_start_ends_all_with_its_reason(tiny: Path) -> None
         assert process.returncode == 1
         assert "worker 0 ended with exit code" in output
         assert "Traceback" not in output
+
+
+def test_a_missing_model_is_named_and_starts_nothing(tiny: Path) -> None:
+    with pagelane_up(tiny, "--model", "/nonexistent") as (process, _):
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode == 1
+        assert "/nonexistent: no such model" in output
+        assert "worker 0" not in output
 
 
 def test_a_taken_port_is_one_line_and_starts_nothing(tiny: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from worker.config import ConfigError
-from worker.launch import curl_line, parse, share_cores, usage
+from worker.launch import ImportProgress, curl_line, parse, share_cores, usage
 from worker.local import PORTS, LocalConfig, LocalError, LocalStack, PortTaken, check_port, free_port
 from worker.local import response_stream_host as stream_host
 from worker.process import ChildConfig, readable, start_child
@@ -27,6 +27,8 @@ def record(level: str, target: str, message: str, **fields: str) -> str:
         ("KV cache: 12 pages\n", "KV cache: 12 pages"),
         ("\x1b[2mfaint\x1b[0m and \x1b[32mgreen\x1b[0m", "faint and green"),
         ("{not json", "{not json"),
+        ("2026-12-01 01:20:26,953 INFO    engine.build: weights: 5 of 5 MiB", "weights: 5 of 5 MiB"),
+        ("2026-12-01 01:20:26,953 WARNING engine.core: slow", "WARNING: slow"),
         (record("INFO", "log", "worker 1: loaded", **{"log.target": "backend.start"}), "worker 1: loaded"),
         (record("WARN", "log", "slow"), "WARN: slow"),
         (record("ERROR", "dynamo_llm::http", "lost", error="gone"), "ERROR: lost (gone)"),
@@ -102,6 +104,14 @@ def test_a_free_port_fits_what_dynamo_reads_and_a_taken_one_is_named() -> None:
         holder.listen()
         with pytest.raises(PortTaken, match=str(port)):
             check_port("127.0.0.1", port)
+
+
+def test_the_import_is_reported_in_quarters() -> None:
+    said: list[str] = []
+    progress = ImportProgress(said.append)
+    for done in range(0, 101):
+        progress(done << 20, 100 << 20)
+    assert [line.split(": ")[1] for line in said] == [f"{part} % of 100 MiB" for part in (0, 25, 50, 75, 100)]
 
 
 async def test_a_child_that_ends_is_quoted() -> None:
