@@ -56,12 +56,12 @@ class EventStream:
         run.append(block)
         self._tokens.append(tokens)
 
-    def removed(self, block: int) -> None:
-        """One block is gone."""
-        self.removed_blocks += 1
+    def removed(self, blocks: list[int]) -> None:
+        """Blocks are gone, in this order."""
+        self.removed_blocks += len(blocks)
         if self._stored:
             self._close()
-        self._removed.append(block)
+        self._removed += blocks
 
     def drain(self) -> list[Stored | Removed]:
         """All events since the last drain, in order."""

@@ -19,28 +19,15 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._owners: dict[bytes, int] = {}
-        self._digests: dict[int, bytes] = {}
+        self.owners: dict[bytes, int] = {}
+        """Owner of each block in the index. Not to be written from outside."""
+        self.contents: dict[int, bytes] = {}
+        """Block of each sealed page, owner or copy. Not to be written from outside."""
         self._copies: dict[bytes, list[int]] = {}
 
-    def __len__(self) -> int:
-        """Blocks in the index; copies do not count."""
-        return len(self._owners)
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._owners
-
     def digests(self) -> list[bytes]:
-        """Digests of all blocks, in no promised order."""
-        return list(self._owners)
-
-    def owner(self, digest: bytes) -> int | None:
-        """The page that holds the block, or None."""
-        return self._owners.get(digest)
-
-    def digest(self, page: int) -> bytes | None:
-        """The block that `page` holds, as owner or as copy; None if the page is not sealed."""
-        return self._digests.get(page)
+        """Digests of all blocks in the index, in no promised order."""
+        return list(self.owners)
 
     def match(self, digests: Sequence[bytes], limit: int) -> list[int]:
         """Pages of the longest run of blocks in the index that begins at `digests[0]`, at most `limit` of them."""
@@ -48,7 +35,7 @@ class PrefixIndex:
             digests = digests[: max(limit, 0)]
         pages: list[int] = []
         append = pages.append
-        for page in map(self._owners.get, digests):
+        for page in map(self.owners.get, digests):
             if page is None:
                 break
             append(page)
@@ -56,22 +43,22 @@ class PrefixIndex:
 
     def insert(self, digest: bytes, page: int) -> bool:
         """Record an unsealed page's block: as owner (True), or as copy if another page owns it (False)."""
-        self._digests[page] = digest
-        if self._owners.setdefault(digest, page) == page:
+        self.contents[page] = digest
+        if self.owners.setdefault(digest, page) == page:
             return True
         self._copies.setdefault(digest, []).append(page)
         return False
 
     def remove(self, page: int) -> int | None:
         """Forget a sealed page; return the page that owns its block now, or None if the block has left the index."""
-        digest = self._digests.pop(page)
-        owner = self._owners[digest]
+        digest = self.contents.pop(page)
+        owner = self.owners[digest]
         copies = self._copies.get(digest)
         if copies is None:
-            del self._owners[digest]
+            del self.owners[digest]
             return None
         if owner == page:
-            owner = self._owners[digest] = copies.pop(0)
+            owner = self.owners[digest] = copies.pop(0)
         else:
             copies.remove(page)
         if not copies:

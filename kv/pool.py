@@ -117,9 +117,7 @@ class PagePool:
         """
         if count > self.available:
             raise OutOfPages(count, self.available)
-        evicted: list[bytes] = []
-        for _ in range(count - len(self._free)):
-            self._evict(evicted)
+        evicted = self._evict(count - len(self._free))
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
@@ -134,10 +132,10 @@ class PagePool:
         """
         if not self._references[page]:
             raise PageStateError(f"page {page} is sealed, but nobody references it")
-        if self.index.digest(page) is not None:
+        if page in self.index.contents:
             raise PageStateError(f"page {page} is sealed twice")
         parent = block.parent_digest
-        if parent is not None and parent not in self.index:
+        if parent is not None and parent not in self.index.owners:
             raise PageStateError(
                 f"page {page} is sealed before its parent block {parent.hex()}: seal a sequence in order"
             )
@@ -165,16 +163,15 @@ class PagePool:
     def reset_cache(self) -> int:
         """Evict every cached page and return how many there were."""
         count = len(self._cached)
-        for _ in range(count):
-            self._evict([])
+        self._evict(count)
         return count
 
     def _retire(self, page: int) -> None:
         """Cache or free a page that has lost its last reference."""
-        digest = self.index.digest(page)
+        digest = self.index.contents.get(page)
         if digest is None:
             self._free.append(page)
-        elif self.index.owner(digest) == page:
+        elif self.index.owners[digest] == page:
             self._cached[page] = None
         else:
             owner = self.index.remove(page)
@@ -182,24 +179,27 @@ class PagePool:
             if owner is not None and owner in self._cached:
                 self._cached.move_to_end(owner)
 
-    def _evict(self, evicted: list[bytes]) -> None:
-        """Free the least recently used cached page; its digest is appended to `evicted` if no copy takes its place."""
-        page, _ = self._cached.popitem(last=False)
-        digest = self.index.digest(page)
-        if digest is None:
-            raise PageStateError(f"page {page} is cached, but not sealed")
-        if self.index.remove(page) is None:
-            self.events.removed(event_hash(digest))
-            evicted.append(digest)
-        self._free.append(page)
+    def _evict(self, count: int) -> list[bytes]:
+        """Free the `count` least recently used cached pages; digests of the blocks that no copy keeps in the index."""
+        index = self.index
+        evicted: list[bytes] = []
+        for _ in range(count):
+            page, _ = self._cached.popitem(last=False)
+            digest = index.contents[page]
+            if index.remove(page) is None:
+                evicted.append(digest)
+            self._free.append(page)
+        if evicted:
+            self.events.removed([event_hash(digest) for digest in evicted])
+        return evicted
 
     def check(self) -> None:
         """Raise `PageStateError` unless every page is in one state and the index agrees. Walks the pool: for tests."""
         free, cached = set(self._free), set(self._cached)
         referenced = {page for page, count in enumerate(self._references) if count}
-        owners = {self.index.owner(digest) for digest in self.index.digests()}
+        owners = set(self.index.owners.values())
         copies = set(self.index.copies())
-        sealed = {page for page in range(1, self.capacity.usable_pages + 1) if self.index.digest(page) is not None}
+        sealed = set(self.index.contents)
         faults = {
             "free twice": len(self._free) != len(free),
             "in two states": free & cached or free & referenced or cached & referenced,

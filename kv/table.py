@@ -48,10 +48,11 @@ class PageTables:
 
     def drain(self) -> list[TableUpdate]:
         """Entries that are new since the last drain, row by row and in order of the sequence."""
-        updates = [
-            TableUpdate(row, index, page)
-            for row, first in self._news.items()
-            for index, page in enumerate(self._pages[row][first:], first)
-        ]
+        updates: list[TableUpdate] = []
+        append = updates.append
+        for row, first in self._news.items():
+            pages = self._pages[row]
+            for index in range(first, len(pages)):
+                append(TableUpdate(row, index, pages[index]))
         self._news.clear()
         return updates

@@ -242,7 +242,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert counts == (len(model.free()), len(model.cached()), len(set(model.references())))
         assert pool.free_pages + pool.cached_pages + pool.referenced_pages == USABLE_PAGES
         assert pool.available == pool.free_pages + pool.cached_pages
-        assert {digest: pool.index.owner(digest) for digest in pool.index.digests()} == model.owners
+        assert pool.index.owners == model.owners
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):

@@ -86,10 +86,10 @@ def test_blocks_of_two_tenants_are_not_merged() -> None:
 
 def test_merging_keeps_the_order_of_stores_and_removals() -> None:
     stream = EventStream()
-    stream.removed(8)
-    stream.removed(9)
+    stream.removed([8])
+    stream.removed([9])
     stream.stored(1, None, b"a", None)
-    stream.removed(1)
+    stream.removed([1])
     stream.stored(1, None, b"a", None)
     expected = [Removed([8, 9]), Stored([1], None, b"a"), Removed([1]), Stored([1], None, b"a")]
     assert stream.drain() == expected
