@@ -1,4 +1,4 @@
-"""Who may import whom: worker -> engine -> kv, never upwards; no torch in kv, the scheduler and the worker's process."""
+"""Who may import whom: worker -> engine -> kv, never upwards; no torch in kv, scheduler and the worker's process."""
 
 import ast
 import subprocess
