@@ -11,6 +11,7 @@ from engine.lane import Lane
 from engine.memory import load_line
 from engine.scheduler import Scheduler
 from engine.scheduling import SchedulerConfig
+from engine.warmup import measure_step_costs
 from kv.budget import KvCapacity
 from kv.hashing import Blake2bHasher
 from kv.pool import PagePool
@@ -60,7 +61,10 @@ def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] =
     check_device(config.device)
     built = create_cpu_lane(config, model_dir, LoadProgress(clock))
     hasher = Blake2bHasher(config.kv_page_size)
-    limits = SchedulerConfig.of(config, built.servable_length, built.capacity.usable_pages)
+    costs = None
+    if config.itl_target_ms is not None:
+        costs = measure_step_costs(built.executor, config, built.servable_length, clock)
+    limits = SchedulerConfig.of(config, built.servable_length, built.capacity.usable_pages, costs)
     scheduler = Scheduler(limits, PagePool(built.capacity), hasher)
     log.info("memory, planned and measured:\n%s", built.report.as_text())
     return BuiltLane(

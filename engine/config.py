@@ -69,6 +69,24 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             ge=0, description="After so many preemptions a request is admitted only with its whole lifetime reserved."
         ),
     ] = 2
+    priority_aging_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Seconds in which a waiting request rises by one priority class; null for never."),
+    ] = 30.0
+    max_bypass: Annotated[
+        int,
+        Meta(ge=0, description="Times that a request too large for the free pages may be passed by later ones."),
+    ] = 8
+    itl_target_ms: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="Longest step in milliseconds that prompts may cause while others generate, measured at "
+            "start-up; null lets prompts fill every step."
+        ),
+    ] = None
+    min_chunk_tokens: Annotated[
+        Positive, Meta(description="Prompt tokens that a step may always compute, whatever itl_target_ms says.")
+    ] = 64
     max_queue: Annotated[Positive, Meta(description="Most requests waiting; one more is refused at once.")] = 1024
     max_queue_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,

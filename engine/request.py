@@ -6,6 +6,14 @@ from enum import Enum
 
 from engine.messages import Sampling, Submit
 
+MAX_CLASS = 16
+"""Classes reach from -MAX_CLASS to MAX_CLASS."""
+
+
+def priority_class(priority: int) -> int:
+    """The class of a priority (higher goes first, as in Dynamo's API); one beyond the ends is taken as the end."""
+    return max(-MAX_CLASS, min(MAX_CLASS, priority))
+
 
 class State(Enum):
     """Where a live request stands. A request that has ended and left its row is no longer live."""
@@ -39,6 +47,8 @@ class Request:
     """Time of submission, in the scheduler's clock (seconds)."""
     order: int
     """Submission number: the smaller, the older."""
+    priority_class: int = 0
+    """Higher goes first."""
 
     state: State = State.WAITING
     row: int = -1
@@ -57,6 +67,10 @@ class Request:
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache at the first admission."""
     preemptions: int = 0
+    bypassed: int = 0
+    """Requests behind this one that were admitted while it did not fit."""
+    blocked_in: tuple[int, int, bool] | None = None
+    """State of the pool in which it was last found not to fit; as long as that is the same, so is the answer."""
     promised: int = 0
     """Pages reserved for this request and not yet allocated."""
     protected: bool = False
@@ -84,14 +98,10 @@ class Request:
             digests=[packed[i : i + digest_size] for i in range(0, len(packed), digest_size)],
             arrival=arrival,
             order=order,
+            priority_class=priority_class(submit.priority),
         )
 
     @property
     def outputs(self) -> int:
         """Output tokens delivered so far."""
         return len(self.tokens) - self.prompt_tokens
-
-    @property
-    def lifetime_tokens(self) -> int:
-        """Most tokens that this request ever holds in the KV cache: the last sampled token is never written."""
-        return self.prompt_tokens + self.max_tokens - 1

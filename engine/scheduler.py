@@ -14,18 +14,22 @@ to `max_in_flight` steps lie between the two, so `plan` knows how many tokens a 
                                              row and pages free
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 
+from engine.admission import Demand, demand
 from engine.messages import Finished, FinishReason, Submit
+from engine.queue import WaitingQueue
 from engine.request import Request, State
 from engine.rows import Rows
 from engine.scheduling import Counters, Effects, Launched, SchedulerConfig
 from engine.step import Chunk, RowStart, StepPlan, StepResult
 from kv.hashing import BlockHasher
-from kv.index import max_hit_blocks
 from kv.pool import PagePool, SealedBlock
 from kv.table import PageTables
+
+DECODE_HEADROOM_PAGES = 1
+"""Pages that must be left beside a prompt's own when it enters, so that its first tokens do not preempt anyone."""
 
 
 class Scheduler:
@@ -41,7 +45,7 @@ class Scheduler:
         self.hasher = hasher
         self.tables = PageTables(config.max_bucket)
         self.rows = Rows(config.max_bucket)
-        self.waiting: OrderedDict[int, Request] = OrderedDict()
+        self.waiting = WaitingQueue(config.priority_aging_s)
         self.counters = Counters()
         self.in_flight: deque[Launched] = deque()
         self.promised_pages = 0
@@ -70,7 +74,7 @@ class Scheduler:
             )
         else:
             self._live[request.key] = request
-            self.waiting[request.key] = request
+            self.waiting.append(request)
 
     def cancel(self, key: int) -> None:
         """End a request early. Its pages return now, or when the last launched step that uses them resolves."""
@@ -90,8 +94,9 @@ class Scheduler:
         return not self._live
 
     def queue_age(self, now: float) -> float:
-        """Seconds that the request at the head of the queue has been in the system; 0 for an empty queue."""
-        return now - next(iter(self.waiting.values())).arrival if self.waiting else 0.0
+        """Seconds since the arrival of the request that has waited longest; 0 for an empty queue."""
+        oldest = self.waiting.oldest_arrival()
+        return 0.0 if oldest is None else now - oldest
 
     def _complaint(self, request: Request) -> str:
         length, limit = request.prompt_tokens + request.max_tokens, self.config.servable_length
@@ -123,22 +128,17 @@ class Scheduler:
             request.outputs_planned += 1
             request.in_flight += 1
             lengths.append(request.planned)
-        starts: list[RowStart] = []
         chunks: list[Chunk] = []
         chunked: list[Request] = []
-        budget = self.config.max_step_tokens - len(decoding)
+        budget = self.config.chunk_tokens(len(decoding))
         for request in list(self.rows.prefilling.values()):
             if budget <= 0:
                 break
             budget -= self._plan_chunk(request, budget, chunks)
             chunked.append(request)
-        while budget > 0 and self.waiting and self.rows.has_room():
-            request = next(iter(self.waiting.values()))
-            if not self._admit(request):
-                break
-            starts.append(RowStart(request.row, request.sampling))
-            budget -= self._plan_chunk(request, budget, chunks)
-            chunked.append(request)
+        entered = self._admit_waiting(budget, chunks, now)
+        starts = [RowStart(request.row, request.sampling) for request in entered]
+        chunked += entered
         self.rows.check()
         if not decoding and not chunks:
             return None
@@ -197,40 +197,64 @@ class Scheduler:
 
     # Admission
 
-    def _admit(self, request: Request) -> bool:
-        """Give the head of the queue a row and its prompt's pages if enough are left, and take it from the queue.
+    def _admit_waiting(self, budget: int, chunks: list[Chunk], now: float) -> list[Request]:
+        """Admit waiting requests, each with its first chunk, while rows, pages and the step's `budget` allow.
 
-        need = its uncached pages + one page of decode headroom (its whole lifetime if that is to be reserved); have =
-        available - promised to others - its own hit pages that are evictable now, which it is about to take. With no
-        row occupied the low-water mark and the headroom are waived: any request within the servable length fits.
+        A request that does not fit may be passed by later ones `max_bypass` times; then it blocks the queue.
         """
-        config, pool = self.config, self.pool
-        length = len(request.tokens)
-        hit = pool.match(request.digests, max_hit_blocks(length, config.page_size))
-        fresh = -(-length // config.page_size) - len(hit)
-        lifetime = -(-request.lifetime_tokens // config.page_size) - len(hit)
-        protected = config.lifetime or request.preemptions >= config.max_preemptions
-        need = lifetime if protected else min(fresh + 1, lifetime) + config.low_water_pages
-        if not self.rows.occupied():
-            need = lifetime if protected else fresh
-        have = pool.available - self.promised_pages - pool.evictable(hit)
-        if need > have:
-            return False
-        del self.waiting[request.key]
-        pool.acquire(hit)
+        entered: list[Request] = []
+        passed: list[Request] = []
+        for request in self.waiting.first(min(self.config.lookahead, budget), now):
+            if budget <= 0 or not self.rows.has_room():
+                break
+            wanted = self._demand(request)
+            if wanted is None:
+                passed.append(request)
+                if request.bypassed >= self.config.max_bypass:
+                    break
+                continue
+            self._enter(request, wanted)
+            budget -= self._plan_chunk(request, budget, chunks)
+            entered.append(request)
+            for blocked in passed:
+                blocked.bypassed += 1
+            self.counters.bypasses += len(passed)
+            if any(blocked.bypassed >= self.config.max_bypass for blocked in passed):
+                break
+        return entered
+
+    def _demand(self, request: Request) -> Demand | None:
+        """What `request` needs of the pool, None if it does not fit now.
+
+        With no row occupied headroom and low water are waived: any request within the servable length fits then.
+        """
+        pool = self.pool
+        state = (pool.available - self.promised_pages, pool.events.stored_blocks, self.rows.occupied() == 0)
+        if request.blocked_in == state:
+            return None
+        wanted = demand(request, pool, self.config)
+        margin = self.config.low_water_pages + DECODE_HEADROOM_PAGES if self.rows.occupied() else 0
+        if wanted.fits(pool, self.promised_pages, margin):
+            return wanted
+        request.blocked_in = state
+        return None
+
+    def _enter(self, request: Request, wanted: Demand) -> None:
+        """Take `request` from the queue and give it a row, its hit and its prompt's pages."""
+        self.waiting.remove(request)
+        self.pool.acquire(wanted.hit)
         self.rows.enter(request)
-        request.pages = list(hit)
-        request.sealed = len(hit)
-        request.planned = request.written = len(hit) * config.page_size
-        request.target = length
-        request.protected = protected
-        if protected:
-            request.promised = lifetime
-            self.promised_pages += lifetime
-        self.tables.begin(request.row, hit)
-        self._add_pages(request, fresh)
+        request.blocked_in = None
+        request.pages = list(wanted.hit)
+        request.sealed = len(wanted.hit)
+        request.planned = request.written = len(wanted.hit) * self.config.page_size
+        request.target = len(request.tokens)
+        request.protected = wanted.reserved > 0
+        request.promised = wanted.reserved
+        self.promised_pages += wanted.reserved
+        self.tables.begin(request.row, wanted.hit)
+        self._add_pages(request, wanted.fresh)
         self._count_admission(request)
-        return True
 
     def _count_admission(self, request: Request) -> None:
         if request.preemptions:
@@ -245,16 +269,11 @@ class Scheduler:
         limit = self.config.max_queue_s
         if limit is None:
             return
-        late = []
-        for request in self.waiting.values():
-            if request.preemptions:
-                continue
-            if now - request.arrival <= limit:
-                break
-            late.append(request)
-        for request in late:
+        for request in self.waiting.late(now - limit):
             self.counters.refused_queue_time += 1
-            text = f"waited {now - request.arrival:.1f} s for a row, max_queue_s is {limit}; retry later or add workers"
+            text = (
+                f"waited {now - request.arrival:.1f} s for a row, max_queue_s is {limit:g}; retry later or add workers"
+            )
             self._finish(request, "error", text, refused=True)
             self._let_go(request)
 
@@ -270,13 +289,13 @@ class Scheduler:
 
     def _make_room(self, request: Request) -> bool:
         """Have one unpromised page available for `request`, preempting if need be. False if it must wait for draining
-        rows or was itself the victim: the newest of the rows whose lifetime is not reserved.
+        rows or was itself the victim: of the rows whose lifetime is not reserved, the newest of the lowest class.
         """
         while self.pool.available <= self.promised_pages:
             if any(r.pages for r in self.rows.draining.values()):
                 return False
             candidates = (*self.rows.prefilling.values(), *self.rows.active.values())
-            victim = max((r for r in candidates if not r.protected), key=lambda r: r.order)
+            victim = max((r for r in candidates if not r.protected), key=lambda r: (-r.priority_class, r.order))
             self._preempt(victim)
             if victim is request:
                 return False
@@ -290,7 +309,7 @@ class Scheduler:
     def _let_go(self, request: Request) -> None:
         """Plan nothing more for `request`, and free what it holds as soon as no launched step uses it."""
         if request.state is State.WAITING:
-            del self.waiting[request.key]
+            self.waiting.remove(request)
             del self._live[request.key]
             return
         if request.state is not State.DRAINING:
@@ -313,8 +332,7 @@ class Scheduler:
         request.state = State.WAITING
         request.planned = request.written = request.sealed = 0
         request.outputs_planned = request.outputs
-        self.waiting[request.key] = request
-        self.waiting.move_to_end(request.key, last=False)
+        self.waiting.return_to_head(request)
 
     # Phase two
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.chunking import ChunkLimits, StepCosts, chunk_budgets
 from engine.config import CoreConfig
 from engine.messages import Finished
 from engine.request import Request
@@ -26,10 +27,33 @@ class SchedulerConfig:
     """Admission keeps so many pages available for the rows that already run."""
     max_queue: int = 1024
     max_queue_s: float | None = None
+    priority_aging_s: float | None = None
+    """Seconds in which a waiting request rises by one priority class; None for never."""
+    max_bypass: int = 0
+    """Times that a request which does not fit may be passed by later ones before it blocks the queue."""
+    lookahead: int = 64
+    """Waiting requests looked at in one plan."""
+    chunk_budgets: tuple[int, ...] = ()
+    """Prompt tokens of a step by its number of active rows (see engine/chunking.py); empty for all that the step holds.
+    """
 
     @classmethod
-    def of(cls, config: CoreConfig, servable_length: int, usable_pages: int) -> "SchedulerConfig":
-        """The scheduler's part of the core's settings. The low-water mark is one page in a hundred."""
+    def of(
+        cls, config: CoreConfig, servable_length: int, usable_pages: int, costs: StepCosts | None = None
+    ) -> "SchedulerConfig":
+        """The scheduler's part of the core's settings. The low-water mark is one page in a hundred.
+
+        `costs` is needed only where `itl_target_ms` is set.
+        """
+        budgets: tuple[int, ...] = ()
+        if config.itl_target_ms is not None and costs is not None:
+            limits = ChunkLimits(
+                max_step_tokens=config.max_step_tokens,
+                page_size=config.kv_page_size,
+                min_chunk_tokens=config.min_chunk_tokens,
+                itl_target_s=config.itl_target_ms / 1000,
+            )
+            budgets = chunk_budgets(costs, limits, config.max_bucket)
         return cls(
             page_size=config.kv_page_size,
             servable_length=servable_length,
@@ -42,7 +66,16 @@ class SchedulerConfig:
             low_water_pages=usable_pages // 100,
             max_queue=config.max_queue,
             max_queue_s=config.max_queue_s,
+            priority_aging_s=config.priority_aging_s,
+            max_bypass=config.max_bypass,
+            chunk_budgets=budgets,
         )
+
+    def chunk_tokens(self, active_rows: int) -> int:
+        """Prompt tokens that a step with so many active rows may compute."""
+        if self.chunk_budgets:
+            return self.chunk_budgets[active_rows]
+        return self.max_step_tokens - active_rows
 
     def __post_init__(self) -> None:
         if self.max_step_tokens < self.max_bucket:
@@ -64,6 +97,7 @@ class Counters:
     generated_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    bypasses: int = 0
     refused_queue_full: int = 0
     refused_queue_time: int = 0
 

@@ -114,6 +114,7 @@ class Job:
     max_tokens: int
     stop: tuple[int, ...] = ()
     salt: str | None = None
+    priority: int = 0
     output: list[int] = field(default_factory=list)
     finished: Finished | None = None
     cancelled: bool = False
@@ -141,7 +142,7 @@ class SimLane:
         self.jobs[key] = job
         packed = array("i", job.prompt).tobytes()
         hashes = b"".join(self.hasher.chain(packed, job.salt))
-        submit = Submit(key, f"r{key}", packed, hashes, job.max_tokens, job.stop, Sampling(), job.salt)
+        submit = Submit(key, f"r{key}", packed, hashes, job.max_tokens, job.stop, Sampling(), job.salt, job.priority)
         self.scheduler.submit(submit, self.now)
         return key
 
@@ -199,7 +200,7 @@ class SimLane:
         self.pool.check()
         rows = self.scheduler.rows
         assert rows.occupied() <= self.config.max_bucket
-        for request in self.scheduler.waiting.values():
+        for request in self.scheduler.waiting:
             self.preempted[request.key] = max(self.preempted[request.key], request.preemptions)
         live = [*rows.prefilling.values(), *rows.active.values(), *rows.draining.values()]
         assert len({r.row for r in live}) == len(live)

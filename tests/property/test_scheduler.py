@@ -35,6 +35,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "max_preemptions": st.integers(0, 3),
                 "low_water_pages": st.integers(0, 2),
                 "max_queue": st.sampled_from([2, 100]),
+                "priority_aging_s": st.sampled_from([None, 1.0, 20.0]),
+                "max_bypass": st.integers(0, 3),
+                "lookahead": st.sampled_from([1, 2, 64]),
             }
         ),
         usable_pages=st.integers(2, 50),
@@ -50,13 +53,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.lane = SimLane(config, usable_pages)
 
-    @rule(data=st.data(), family=st.integers(0, 2), salt=st.sampled_from([None, "tenant"]), stops=st.booleans())
-    def submit(self, data, family, salt, stops):
+    @rule(
+        data=st.data(),
+        family=st.integers(0, 2),
+        salt=st.sampled_from([None, "tenant"]),
+        stops=st.booleans(),
+        priority=st.integers(-2, 2),
+    )
+    def submit(self, data, family, salt, stops, priority):
         prompt_length = data.draw(lengths_around_pages(self.limit - 1), label="prompt")
         max_tokens = data.draw(lengths_around_pages(min(self.limit - prompt_length, 120)), label="max_tokens")
         prompt = [(family * 7 + i * (family + 1)) % 50 for i in range(prompt_length)]
         stop = tuple(data.draw(st.sets(st.integers(0, 49), max_size=6), label="stop")) if stops else ()
-        self.lane.submit(Job(prompt, max_tokens, stop, salt))
+        self.lane.submit(Job(prompt, max_tokens, stop, salt, priority))
 
     @rule(copies=st.integers(2, 3), length=st.integers(1, 40))
     def submit_duplicates(self, copies, length):

@@ -142,3 +142,17 @@ def test_a_failing_step_is_told_to_its_requests_and_three_in_a_row_break_the_lan
 
 def test_token_ids_cross_as_little_endian_int32():
     assert array("i", [1, -2]).tobytes() == pack_tokens([1, -2])
+
+
+def test_an_inter_token_target_is_measured_and_changes_no_text(model):
+    directory, references = model
+    built = build(directory, itl_target_ms=0.001, min_chunk_tokens=16)
+    budgets = built.lane.scheduler.config.chunk_budgets
+    assert len(budgets) == 9
+    assert budgets[0] == 256  # nobody waits
+    assert all(16 <= tokens <= 256 - rows for rows, tokens in enumerate(budgets))
+    owner = Owner(built.lane)
+    keys = [owner.submit(expected.prompt) for expected in references]
+    owner.run()
+    for key, expected in zip(keys, references, strict=True):
+        assert_same_text(owner.tokens[key], expected)

@@ -243,6 +243,62 @@ def test_max_step_tokens_below_max_bucket_is_refused():
         config(max_step_tokens=3)
 
 
+def test_higher_priorities_go_first_and_equal_ones_in_order():
+    lane = SimLane(config(max_bucket=1), 20)
+    for priority in (0, -3, 2, 2, 99):
+        lane.submit(Job(prompt(5), 1, priority=priority))
+    order = []
+    for _ in range(5):
+        lane.turn()
+        order += [key for key, job in lane.jobs.items() if job.finished and key not in order]
+    assert order == [4, 2, 3, 0, 1]
+
+
+def test_a_low_class_rises_as_it_waits():
+    lane = SimLane(config(max_bucket=1, priority_aging_s=10.0), 20)
+    lane.submit(Job(prompt(5), 1, priority=-1))
+    lane.now = 15.0  # risen by one class: as good as a new request of class 0, and older
+    lane.submit(Job(prompt(5), 1, priority=0))
+    lane.turn()
+    assert lane.jobs[0].finished
+    assert not lane.jobs[1].finished
+
+
+def test_a_high_class_preempts_a_low_one_even_if_that_is_older():
+    lane = SimLane(config(servable_length=96, low_water_pages=0), 7)
+    lane.submit(Job(prompt(17), 70, priority=-1))
+    lane.submit(Job(prompt(17, 9), 70, priority=1))
+    lane.run()
+    lane.check_at_rest()
+    assert lane.preempted[0] >= 1
+    assert lane.preempted[1] == 0
+
+
+def test_a_request_that_does_not_fit_is_passed_a_bounded_number_of_times():
+    lane = SimLane(config(servable_length=160, max_bypass=2, max_bucket=4), 10)
+    lane.submit(Job(prompt(90), 60))  # holds six pages and grows
+    lane.turn()
+    lane.submit(Job(prompt(100, 5), 2))  # does not fit beside it
+    for first in (11, 21, 31):
+        lane.submit(Job(prompt(5, first), 1))
+    for _ in range(4):
+        lane.turn()
+    assert [bool(lane.jobs[key].finished) for key in (1, 2, 3, 4)] == [False, True, True, False]
+    assert lane.scheduler.counters.bypasses == 2
+    lane.run()
+    lane.check_at_rest()
+
+
+def test_chunks_keep_to_the_budget_of_the_active_rows():
+    lane = SimLane(config(max_step_tokens=64, chunk_budgets=(64, 16, 16, 16, 16)), 20)
+    lane.submit(Job(prompt(10), 30))
+    lane.turn()
+    lane.submit(Job(prompt(100, 9), 2))
+    lane.run()
+    beside = [sum(len(c.tokens) for c in plan.chunks) for plan in lane.executor.launched if plan.decode_rows]
+    assert max(beside) == 16
+
+
 def test_the_simulation_turns_red_when_a_table_update_is_lost(monkeypatch):
     """A planted fault: the last page of a growing row never reaches the device."""
     drain = PageTables.drain

@@ -1,0 +1,45 @@
+"""What a request must find in the pool before it may enter: pure arithmetic in pages."""
+
+from typing import NamedTuple
+
+from engine.request import Request
+from engine.scheduling import SchedulerConfig
+from kv.index import max_hit_blocks
+from kv.pool import PagePool
+
+
+def lifetime_pages(prompt_tokens: int, max_tokens: int, page_size: int) -> int:
+    """Most pages that a request ever holds: the last sampled token is never written to the cache."""
+    return -(-(prompt_tokens + max_tokens - 1) // page_size)
+
+
+class Demand(NamedTuple):
+    """What a waiting request asks of the pool now."""
+
+    hit: list[int]
+    """Pages of its longest cached prefix; at least one token is left to compute."""
+    fresh: int
+    """Pages that its prompt needs beside the hit."""
+    reserved: int
+    """Pages to set aside for it, the fresh ones included: its whole lifetime, or 0."""
+
+    def fits(self, pool: PagePool, promised: int, margin: int) -> bool:
+        """True if need <= have.
+
+        need = `reserved`, or `fresh` and `margin` (decode headroom and low water); have = available - promised to
+        others - the hit pages that are evictable now, which the request is about to take.
+        """
+        need = self.reserved or self.fresh + margin
+        return need <= pool.available - promised - pool.evictable(self.hit)
+
+
+def demand(request: Request, pool: PagePool, config: SchedulerConfig) -> Demand:
+    """Match the request's prefix and count what it needs. Its lifetime is reserved if the lane reserves every lifetime,
+    or if it was preempted `max_preemptions` times: a plain cap on preemptions would deadlock.
+    """
+    page_size, length = config.page_size, len(request.tokens)
+    hit = pool.match(request.digests, max_hit_blocks(length, page_size))
+    fresh = -(-length // page_size) - len(hit)
+    protected = config.lifetime or request.preemptions >= config.max_preemptions
+    reserved = lifetime_pages(request.prompt_tokens, request.max_tokens, page_size) - len(hit) if protected else 0
+    return Demand(hit, fresh, reserved)
