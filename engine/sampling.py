@@ -5,7 +5,6 @@ mates, on the order of rows, or on how a prompt was chunked. Tokens are drawn by
 over the tokens in order of falling logit.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -73,15 +72,6 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
     return _shift_right(_mix(state), 11).double() * 2.0**-53
 
 
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    """Scratch of one draw, `[_DRAW_ROWS, vocab]` each."""
-
-    logits: Tensor
-    tokens: Tensor
-    weights: Tensor
-
-
 class Sampler:
     """Samples rows of float32 logits; scratch is bounded by `_DRAW_ROWS` rows of the vocabulary."""
 
@@ -93,7 +83,7 @@ class Sampler:
         buffers.reserve("draw_weights", (_DRAW_ROWS, vocab), torch.float64)
 
     def __init__(self, buffers: Buffers) -> None:
-        self._scratch = _Draw(buffers.take("draw_logits"), buffers.take("draw_tokens"), buffers.take("draw_weights"))
+        self._scratch = [buffers.take(name).flatten() for name in ("draw_logits", "draw_tokens", "draw_weights")]
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Tokens, int64 `[rows]`, for `logits` float32 `[rows, vocab]`.
@@ -121,12 +111,12 @@ class Sampler:
 
     def _draw(self, logits: Tensor, rows: SamplingRows, width: int) -> Tensor:
         count, vocab = logits.shape
-        values, tokens = self._scratch.logits[:count, :width], self._scratch.tokens[:count, :width]
+        values, tokens, weights = (scratch[: count * width].view(count, width) for scratch in self._scratch)
         if width < vocab:
             torch.topk(logits, width, dim=-1, out=(values, tokens))
         else:
             torch.sort(logits, dim=-1, descending=True, stable=True, out=(values, tokens))
-        weights = self._scratch.weights[:count, :width].copy_(values)
+        weights.copy_(values)
         # A tiny temperature may overflow the quotient; only differences to the largest logit matter.
         weights.sub_(weights[:, :1].clone()).div_(rows.temperature[:, None]).exp_()
         rank = torch.arange(width)
