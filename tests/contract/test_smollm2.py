@@ -15,7 +15,7 @@ TOPICS = ("France", "Italy", "Spain", "Japan", "Egypt", "Peru", "Kenya", "Norway
 
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[Stack]:
-    with Stack("--config", str(CONFIG), "--threads", "2", "--context-limit", "2048") as running:
+    with Stack("--config", str(CONFIG), "--threads", "1", "--context-limit", "2048") as running:
         yield running
 
 
