@@ -58,7 +58,7 @@ class Gemm:
 
     def __call__(self, inputs: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         """Write `inputs [rows, in] @ weight [out, in].T` to `out [rows, out]` and return it."""
-        return self._run(self.form_for(weight, inputs.shape[0]), inputs, weight, out)
+        return self.run(self.form_for(weight, inputs.shape[0]), inputs, weight, out)
 
     def form_for(self, weight: Tensor, rows: int) -> Form:
         """The form chosen for `rows` rows and a weight of this shape."""
@@ -80,18 +80,24 @@ class Gemm:
         height, width = weights[0].shape
         inputs = torch.ones((rows, width), dtype=weights[0].dtype)
         out = torch.empty((rows, height), dtype=weights[0].dtype)
-        known = _FLOAT32_FORMS if weights[0].dtype == torch.float32 else _HALF_FORMS
-        forms = [form for form in known if form.least_rows == 1 or form.least_rows > rows]
+        forms = self.forms(weights[0].dtype, rows)
         seconds = dict.fromkeys(forms, float("inf"))
         for _ in range(_ROUNDS):
             for form in forms:
                 begin = self._clock()
                 for weight in weights:
-                    self._run(form, inputs, weight, out)
+                    self.run(form, inputs, weight, out)
                 seconds[form] = min(seconds[form], self._clock() - begin)
         return min(forms, key=seconds.__getitem__)
 
-    def _run(self, form: Form, inputs: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    @staticmethod
+    def forms(dtype: torch.dtype, rows: int) -> list[Form]:
+        """The forms that are worth measuring for `rows` rows of `dtype`, the plain one first."""
+        known = _FLOAT32_FORMS if dtype == torch.float32 else _HALF_FORMS
+        return [form for form in known if form.least_rows == 1 or form.least_rows > rows]
+
+    def run(self, form: Form, inputs: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        """The product in the given form; a transposed one takes at most `TUNED_ROWS[-1]` rows."""
         if form.onednn:
             return self._product(form, inputs, weight, out)
         # The context manager `flags` also resets TF32 and costs as much as a small product.
