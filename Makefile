@@ -9,7 +9,7 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
 # Wheels that the machine offers (a CPU build of torch, for instance) are taken before anything is downloaded.
 LINKS := $(if $(PIP_FIND_LINKS),$(foreach d,$(PIP_FIND_LINKS),--find-links $(d)))
 
-.PHONY: setup up test lint bench clean
+.PHONY: setup up test lint property bench clean
 
 setup: $(VENV)/.ready
 
@@ -30,6 +30,10 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest -m "not speed"
+
+# The long form of the property tests: some minutes.
+property: setup
+	PAGELANE_LONG_PROPERTY_TESTS=1 $(BIN)/python -m pytest --timeout 3600 tests/property
 
 bench: setup
 	$(BIN)/python -m pytest -m speed -s

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,20 +52,32 @@ def reference_model(directory: Path) -> torch.nn.Module:
 
 
 @torch.inference_mode()
-def reference(model: torch.nn.Module, prompt: Sequence[int], count: int = TOKENS) -> Reference:
-    """Greedy continuation of `prompt` by `count` tokens with a KV cache, end tokens ignored."""
-    tokens: list[int] = []
-    logits: list[Tensor] = []
-    cache, ids = None, list(prompt)
-    for _ in range(count):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # newer transformers rename past_key_values
-            output = model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+def reference(
+    model: torch.nn.Module, prompt: Sequence[int], count: int = TOKENS, draft: Sequence[int] = ()
+) -> Reference:
+    """Greedy continuation of `prompt` by `count` tokens with a KV cache, end tokens ignored.
+
+    `draft` is a guess of it, verified in one pass: what it says after its first wrong token has no influence.
+    """
+    output = _forward(model, [*prompt, *draft[: count - 1]], None)
+    logits = [row.float() for row in output.logits[0, len(prompt) - 1 :]]
+    tokens = [int(row.argmax()) for row in logits]
+    agreed = next((index for index, token in enumerate(draft[: count - 1]) if token != tokens[index]), len(tokens) - 1)
+    cache = output.past_key_values
+    if rejected := len(tokens) - 1 - agreed:
+        cache.crop(-rejected)
+    del tokens[agreed + 1 :], logits[agreed + 1 :]
+    while len(tokens) < count:
+        output = _forward(model, tokens[-1:], cache)
         logits.append(output.logits[0, -1].float())
         tokens.append(int(logits[-1].argmax()))
-        ids = tokens[-1:]
     return Reference(list(prompt), tokens, torch.stack(logits))
+
+
+def _forward(model: torch.nn.Module, ids: list[int], cache: object) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer transformers rename past_key_values
+        return model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
 
 
 def compare(expected: Reference, logits: Tensor, tokens: Sequence[int]) -> None:

@@ -6,9 +6,10 @@ handed on too early or a mistaken prefix hit changes the text, and mostly fails 
 the one that was asked for.
 """
 
+import json
 from array import array
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 
 from engine.messages import Finished, Sampling, Submit
@@ -135,19 +136,50 @@ class SimLane:
         self.preempted: dict[int, int] = defaultdict(int)
         """Times each request was preempted, seen from outside: by key."""
         self.now = 0.0
+        self.trace: list[list[object]] = []
+        """Everything that was done to this lane; `replay` does it again."""
+
+    def record(self) -> str:
+        """One line of JSON from which `replay` makes this run again."""
+        return json.dumps([asdict(self.config), self.pool.capacity.usable_pages, self.trace])
+
+    @classmethod
+    def replay(cls, record: str) -> "SimLane":
+        """Repeat a recorded run, step by step."""
+        config, usable_pages, trace = json.loads(record)
+        lane = cls(SchedulerConfig(**config), usable_pages)
+        for name, *arguments in trace:
+            if name == "submit":
+                lane.submit(Job(*arguments))
+            elif name == "cancel":
+                lane.cancel(*arguments)
+            elif name == "fail":
+                lane.fail_step(*arguments)
+            else:
+                lane.turn()
+        return lane
+
+    def fail_step(self, number: int) -> None:
+        """Have the device fail when it gets this step."""
+        self.trace.append(["fail", number])
+        self.executor.fail_steps.add(number)
 
     def submit(self, job: Job) -> int:
         """Queue `job`; returns its key."""
+        self.trace.append(["submit", job.prompt, job.max_tokens, job.stop, job.salt, job.priority])
         key = len(self.jobs)
         self.jobs[key] = job
         packed = array("i", job.prompt).tobytes()
         hashes = b"".join(self.hasher.chain(packed, job.salt))
-        submit = Submit(key, f"r{key}", packed, hashes, job.max_tokens, job.stop, Sampling(), job.salt, job.priority)
+        submit = Submit(
+            key, f"r{key}", packed, hashes, job.max_tokens, tuple(job.stop), Sampling(), job.salt, job.priority
+        )
         self.scheduler.submit(submit, self.now)
         return key
 
     def cancel(self, key: int) -> None:
         """Cancel a request that may have ended already."""
+        self.trace.append(["cancel", key])
         self.jobs[key].cancelled = True
         self.scheduler.cancel(key)
         self._take(self.scheduler.take_effects())
@@ -181,6 +213,7 @@ class SimLane:
 
     def turn(self) -> bool:
         """What a lane does: launch ahead as far as the lag allows, then resolve. False if idle."""
+        self.trace.append(["turn"])
         self.now += 1.0
         planned = self.plan()
         if planned and len(self.results) < self.config.max_in_flight:

@@ -2,7 +2,7 @@
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -10,7 +10,7 @@ from engine.scheduling import SchedulerConfig
 from tests.sim import Job, SimLane
 
 LONG = bool(os.environ.get("PAGELANE_LONG_PROPERTY_TESTS"))
-"""Set for the nightly form: many more and longer runs."""
+"""Set for the nightly form, `make property`: 3,000 runs of up to 60 operations."""
 
 PAGE_SIZE = 16
 
@@ -79,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def fail_next_step(self):
-        self.lane.executor.fail_steps.add(len(self.lane.executor.launched))
+        self.lane.fail_step(len(self.lane.executor.launched))
 
     @rule(turns=st.integers(1, 30))
     def turn(self, turns):
@@ -89,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "lane"):
             return
+        note(f"python -c 'from tests.sim import SimLane; SimLane.replay({self.lane.record()!r}).run()'")
         self.lane.run()
         self.lane.check_at_rest()
         limit = self.lane.config.max_preemptions

@@ -187,3 +187,13 @@ def test_the_gate_goes_red_for_one_wrong_logit_and_one_wrong_token(
         golden.compare(one, one.logits, [one.tokens[0] + 1, *one.tokens[1:]])
     with pytest.raises(golden.GateError, match="63 tokens"):
         golden.compare(replace(one, tokens=one.tokens), one.logits, one.tokens[:-1])
+
+
+def test_a_draft_changes_the_time_but_not_the_reference(qwen3: tuple[Path, list[golden.Reference]]) -> None:
+    directory, expected = qwen3
+    model = golden.reference_model(directory)
+    one = expected[1]
+    for draft in (one.tokens, one.tokens[:20], [*one.tokens[:20], 1, *one.tokens[21:]], [1] * 64):
+        again = golden.reference(model, one.prompt, draft=draft)
+        assert again.tokens == one.tokens
+        torch.testing.assert_close(again.logits, one.logits, rtol=0, atol=1e-4)

@@ -299,6 +299,20 @@ def test_chunks_keep_to_the_budget_of_the_active_rows():
     assert max(beside) == 16
 
 
+def test_a_recorded_run_repeats_its_decisions():
+    lane = SimLane(config(max_in_flight=2, max_bypass=1, priority_aging_s=3.0), 12)
+    for first in range(8):
+        lane.submit(Job(prompt(10 + 9 * first, first), 20 + first, priority=first % 3))
+        lane.turn()
+    lane.fail_step(6)
+    lane.cancel(2)
+    lane.run()
+    again = SimLane.replay(lane.record())
+    assert again.executor.launched == lane.executor.launched
+    for key, job in lane.jobs.items():
+        assert (again.jobs[key].output, again.jobs[key].finished) == (job.output, job.finished)
+
+
 def test_the_simulation_turns_red_when_a_table_update_is_lost(monkeypatch):
     """A planted fault: the last page of a growing row never reaches the device."""
     drain = PageTables.drain
