@@ -36,6 +36,10 @@ class Reference:
     tokens: list[int]
     logits: Tensor
 
+    def first(self, count: int) -> "Reference":
+        """The same for the first `count` tokens only."""
+        return Reference(self.prompt, self.tokens[:count], self.logits[:count])
+
 
 class GateError(AssertionError):
     """The executor and transformers disagree."""
