@@ -75,6 +75,21 @@ def test_up_serves_the_command_it_prints_and_ctrl_c_ends_all(tiny: Path) -> None
         assert_gone(children)
 
 
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]], ids=["once", "twice"])
+def test_a_signal_while_the_workers_load_ends_all(tiny: Path, signals: list[signal.Signals]) -> None:
+    with pagelane_up(tiny) as (process, _):
+        read_until(process, "worker 0")
+        children = descendants(process)
+        assert children
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.05)
+        rest = process.communicate(timeout=30)[0]
+        assert process.returncode == 0, rest
+        assert "Traceback" not in rest
+        assert_gone(children)
+
+
 def test_a_killed_launcher_takes_everything_with_it(tiny: Path) -> None:
     with pagelane_up(tiny) as (process, _):
         read_until(process, "try: ")
