@@ -24,7 +24,7 @@ def directory() -> Path:
 
 
 def smollm2_lane(directory: Path, page_size: int = 16) -> CpuLane:
-    return golden.lane(directory, page_size, kv_cache_memory="64MiB", context_limit=1024, threads=2)
+    return golden.lane(directory, page_size, kv_cache_memory="64MiB", context_limit=1024)
 
 
 @pytest.fixture(scope="module")
