@@ -43,3 +43,19 @@ def demand(request: Request, pool: PagePool, config: SchedulerConfig) -> Demand:
     protected = config.lifetime or request.preemptions >= config.max_preemptions
     reserved = lifetime_pages(request.prompt_tokens, request.max_tokens, page_size) - len(hit) if protected else 0
     return Demand(hit, fresh, reserved)
+
+
+def never_served(request: Request, config: SchedulerConfig) -> str:
+    """Why the lane could never serve this request, with both numbers; empty if it can."""
+    prompt, output, limit = request.prompt_tokens, request.max_tokens, config.servable_length
+    blocks = prompt // config.page_size
+    if prompt < 1 or output < 1:
+        return f"a request needs a prompt and room for a token, but these are {prompt} and {output} tokens"
+    if prompt + output > limit:
+        return (
+            f"prompt ({prompt} tokens) and max_tokens ({output}) make {prompt + output} tokens, but the servable length is "
+            f"{limit}; shorten the prompt or lower max_tokens"
+        )
+    if len(request.digests) != blocks:
+        return f"{len(request.digests)} block hashes came with a prompt of {blocks} full blocks"
+    return ""

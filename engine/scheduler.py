@@ -17,7 +17,7 @@ to `max_in_flight` steps lie between the two, so `plan` knows how many tokens a 
 from collections import deque
 from collections.abc import Sequence
 
-from engine.admission import Demand, demand
+from engine.admission import Demand, demand, never_served
 from engine.messages import Finished, FinishReason, Submit
 from engine.queue import WaitingQueue
 from engine.request import Request, State
@@ -60,7 +60,7 @@ class Scheduler:
         """Queue a request, or refuse it with a terminal effect if it can never be served or the queue is full."""
         request = Request.from_submit(submit, self.hasher.digest_size, now, self._submitted)
         self._submitted += 1
-        complaint = self._complaint(request)
+        complaint = never_served(request, self.config)
         if complaint:
             self._finish(request, "error", complaint)
         elif len(self.waiting) >= self.config.max_queue:
@@ -97,22 +97,6 @@ class Scheduler:
         """Seconds since the arrival of the request that has waited longest; 0 for an empty queue."""
         oldest = self.waiting.oldest_arrival()
         return 0.0 if oldest is None else now - oldest
-
-    def _complaint(self, request: Request) -> str:
-        length, limit = request.prompt_tokens + request.max_tokens, self.config.servable_length
-        blocks = request.prompt_tokens // self.config.page_size
-        if request.prompt_tokens < 1 or request.max_tokens < 1:
-            return (
-                f"a request needs a prompt and room for a token, not {request.prompt_tokens} and {request.max_tokens}"
-            )
-        if length > limit:
-            return (
-                f"prompt ({request.prompt_tokens} tokens) and max_tokens ({request.max_tokens}) make {length} tokens, "
-                f"but the servable length is {limit}; shorten the prompt or lower max_tokens"
-            )
-        if len(request.digests) != blocks:
-            return f"{len(request.digests)} block hashes came with a prompt of {blocks} full blocks"
-        return ""
 
     # Phase one
 
@@ -204,24 +188,25 @@ class Scheduler:
         """
         entered: list[Request] = []
         passed: list[Request] = []
-        for request in self.waiting.first(min(self.config.lookahead, budget), now):
-            if budget <= 0 or not self.rows.has_room():
-                break
-            wanted = self._demand(request)
-            if wanted is None:
-                passed.append(request)
-                if request.bypassed >= self.config.max_bypass:
+        while budget > 0 and not passed and self.waiting and self.rows.has_room():
+            for request in self.waiting.first(self.config.lookahead, now):
+                if budget <= 0 or not self.rows.has_room() or self._is_exhausted(passed):
                     break
-                continue
-            self._enter(request, wanted)
-            budget -= self._plan_chunk(request, budget, chunks)
-            entered.append(request)
-            for blocked in passed:
-                blocked.bypassed += 1
-            self.counters.bypasses += len(passed)
-            if any(blocked.bypassed >= self.config.max_bypass for blocked in passed):
-                break
+                wanted = self._demand(request)
+                if wanted is None:
+                    passed.append(request)
+                    continue
+                self._enter(request, wanted)
+                budget -= self._plan_chunk(request, budget, chunks)
+                entered.append(request)
+                for blocked in passed:
+                    blocked.bypassed += 1
+                self.counters.bypasses += len(passed)
         return entered
+
+    def _is_exhausted(self, passed: list[Request]) -> bool:
+        """True if one of these may not be passed once more."""
+        return any(request.bypassed >= self.config.max_bypass for request in passed)
 
     def _demand(self, request: Request) -> Demand | None:
         """What `request` needs of the pool, None if it does not fit now.

@@ -31,8 +31,8 @@ class SchedulerConfig:
     """Seconds in which a waiting request rises by one priority class; None for never."""
     max_bypass: int = 0
     """Times that a request which does not fit may be passed by later ones before it blocks the queue."""
-    lookahead: int = 64
-    """Waiting requests looked at in one plan."""
+    lookahead: int = 16
+    """Waiting requests looked at together; a plan looks no further once one of them does not fit."""
     chunk_budgets: tuple[int, ...] = ()
     """Prompt tokens of a step by its number of active rows (see engine/chunking.py); empty for all that the step holds.
     """

@@ -1,4 +1,4 @@
-"""plan + resolve at full load: 256 active rows, a pool of 50k pages, an empty and a long queue. Bar: 0.5 ms, and flat."""
+"""plan + resolve at full load: 256 active rows, 50k pages, an empty and a long queue. Bar: 0.5 ms, and flat."""
 
 import statistics
 import time
