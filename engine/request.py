@@ -69,8 +69,11 @@ class Request:
     preemptions: int = 0
     bypassed: int = 0
     """Requests behind this one that were admitted while it did not fit."""
-    blocked_in: tuple[int, int, bool] | None = None
-    """State of the pool in which it was last found not to fit; as long as that is the same, so is the answer."""
+    blocked_in: tuple[int, int, int, bool] | None = None
+    """State in which it was last found not to fit (unpromised pages, blocks stored so far, admissions so far, rows
+    empty): as long as that is the same, so is the answer. Hit pages become referenced, and so cheaper, only by an
+    admission.
+    """
     promised: int = 0
     """Pages reserved for this request and not yet allocated."""
     protected: bool = False

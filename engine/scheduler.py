@@ -53,6 +53,7 @@ class Scheduler:
         self._effects = Effects()
         self._steps = 0
         self._submitted = 0
+        self._admissions = 0
 
     # Requests come and go
 
@@ -214,7 +215,8 @@ class Scheduler:
         With no row occupied headroom and low water are waived: any request within the servable length fits then.
         """
         pool = self.pool
-        state = (pool.available - self.promised_pages, pool.events.stored_blocks, self.rows.occupied() == 0)
+        unpromised = pool.available - self.promised_pages
+        state = (unpromised, pool.events.stored_blocks, self._admissions, self.rows.occupied() == 0)
         if request.blocked_in == state:
             return None
         wanted = demand(request, pool, self.config)
@@ -227,6 +229,7 @@ class Scheduler:
     def _enter(self, request: Request, wanted: Demand) -> None:
         """Take `request` from the queue and give it a row, its hit and its prompt's pages."""
         self.waiting.remove(request)
+        self._admissions += 1
         self.pool.acquire(wanted.hit)
         self.rows.enter(request)
         request.blocked_in = None
