@@ -50,11 +50,11 @@ def never_served(request: Request, config: SchedulerConfig) -> str:
     prompt, output, limit = request.prompt_tokens, request.max_tokens, config.servable_length
     blocks = prompt // config.page_size
     if prompt < 1 or output < 1:
-        return f"a request needs a prompt and room for a token, but these are {prompt} and {output} tokens"
+        return f"a request needs a prompt and room for a token, but it has {prompt} and {output} tokens"
     if prompt + output > limit:
         return (
-            f"prompt ({prompt} tokens) and max_tokens ({output}) make {prompt + output} tokens, but the servable length "
-            f"is {limit}; shorten the prompt or lower max_tokens"
+            f"prompt ({prompt} tokens) and max_tokens ({output}) make {prompt + output} tokens, but the servable "
+            f"length is {limit}; shorten the prompt or lower max_tokens"
         )
     if len(request.digests) != blocks:
         return f"{len(request.digests)} block hashes came with a prompt of {blocks} full blocks"
