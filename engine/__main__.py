@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import logging
+import os
 import signal
 import sys
 import time
@@ -17,6 +18,16 @@ PR_SET_PDEATHSIG = 1
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent dies, whatever the parent dies of (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def wait_briefly() -> None:
+    """Have OpenMP's threads spin for microseconds before they sleep; takes effect because torch is not loaded yet.
+
+    By default they spin for milliseconds, and where another process wants a core whole time slices are lost at every
+    barrier. SmolLM2 on 2 cores, one stream: a step takes 27 ms alone, but 272 ms in the median and 2.3 s at p90 beside
+    one busy process. With 2000 spins it is 30 ms alone, 64 and 69 ms beside it; without any, 44 ms alone.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def configure_logging() -> None:
@@ -69,6 +80,7 @@ def serve(channel: Channel) -> int:
 def main() -> int:
     """Entry point. Interrupts and terminations are the worker's business: it drains first and then sends `Stop`."""
     end_with_parent()
+    wait_briefly()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging()

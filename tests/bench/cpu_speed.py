@@ -18,9 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# For both sides. OpenMP's busy waiting loses whole time slices as soon as another process wants a core: beside one busy
-# process on 2 cores a step of 27 ms took 272 ms in the median and 2.3 s at p90, against 43 and 97 ms with PASSIVE.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# For both sides, as in the engine core (engine/__main__.py says why).
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import numpy as np
 import torch
