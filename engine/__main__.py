@@ -14,12 +14,6 @@ from engine.messages import Failed, Ready, Start
 
 PR_SET_PDEATHSIG = 1
 
-OPENMP_SPINS = "1000"
-"""Turns that an OpenMP thread spins at a barrier before it sleeps, unless GOMP_SPINCOUNT says otherwise. libgomp's
-default is some milliseconds: one other busy process on the machine then costs a 2-thread core most of its speed
-(SmolLM2 beside a test suite on 2 cores: 1.9 tokens a second with the default, 18 with 1000).
-"""
-
 
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent dies, whatever the parent dies of (Linux)."""
@@ -90,7 +84,6 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging()
-    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)  # read when torch loads its OpenMP runtime
     channel = Channel(sys.argv[1])
     try:
         return serve(channel)
