@@ -91,6 +91,7 @@ class Lane:
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
             recomputed_tokens=counters.recomputed_tokens,
+            padding_tokens=counters.padding_tokens,
             bypasses=counters.bypasses,
             stored_blocks=pool.events.stored_blocks,
             removed_blocks=pool.events.removed_blocks,

@@ -125,6 +125,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int = 0
     recomputed_tokens: int = 0
     """Tokens whose KV was lost to preemption and had to be computed again."""
+    padding_tokens: int = 0
+    """Tokens computed only to fill a batch size, beside `computed_tokens`."""
     bypasses: int = 0
     """Times that a waiting request which did not fit was passed by a later one."""
     stored_blocks: int = 0

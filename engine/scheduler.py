@@ -338,6 +338,7 @@ class Scheduler:
             request.written = length
         for request, chunk in zip(launched.chunked, launched.plan.chunks, strict=True):
             request.written = chunk.start + len(chunk.tokens)
+        self.counters.padding_tokens += result.padding_tokens
         for request, token in zip(sampling, result.tokens, strict=True):
             self._deliver(request, token)
         self._settle((*launched.decoding, *launched.chunked))

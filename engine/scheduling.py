@@ -98,6 +98,7 @@ class Counters:
     preemptions: int = 0
     recomputed_tokens: int = 0
     bypasses: int = 0
+    padding_tokens: int = 0
     refused_queue_full: int = 0
     refused_queue_time: int = 0
 

@@ -58,6 +58,8 @@ class StepResult:
     """Sampled tokens, one for each of `StepPlan.sampled_rows`."""
 
     tokens: Sequence[int] = field(default_factory=tuple)
+    padding_tokens: int = 0
+    """Tokens that the executor computed beside the plan's, to fill a batch size that it has a program for."""
 
 
 class Executor(Protocol):

@@ -119,6 +119,7 @@ class LaneCollector:
         yield _counter("generated_tokens", "Output tokens.", stats.generated_tokens)
         yield _counter("recomputed_tokens", "Tokens computed again after a preemption.", stats.recomputed_tokens)
         yield _counter("preemptions", "Requests put back into the queue because pages ran out.", stats.preemptions)
+        yield _counter("padding_tokens", "Tokens computed only to fill a batch size.", stats.padding_tokens)
         yield _counter("bypasses", "Waiting requests that did not fit and were passed by a later one.", stats.bypasses)
         yield _counters(
             "queue_refusals",

@@ -5,6 +5,7 @@ import pytest
 from engine.messages import Sampling, Submit
 from engine.scheduler import Scheduler
 from engine.scheduling import SchedulerConfig
+from engine.step import StepResult
 from kv.table import PageTables
 from tests.sim import Job, SimLane, expected_output
 
@@ -297,6 +298,14 @@ def test_chunks_keep_to_the_budget_of_the_active_rows():
     lane.run()
     beside = [sum(len(c.tokens) for c in plan.chunks) for plan in lane.executor.launched if plan.decode_rows]
     assert max(beside) == 16
+
+
+def test_padding_is_counted_beside_the_tokens_that_were_asked_for():
+    lane = SimLane(config(), 20)
+    lane.submit(Job(prompt(5), 2))
+    plan = lane.scheduler.plan(0.0)
+    lane.scheduler.resolve(StepResult([1] * len(plan.sampled_rows), padding_tokens=3))
+    assert (lane.scheduler.counters.computed_tokens, lane.scheduler.counters.padding_tokens) == (5, 3)
 
 
 def test_a_recorded_run_repeats_its_decisions():
