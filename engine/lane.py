@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 
 from engine.messages import Stats
 from engine.scheduler import Scheduler
@@ -74,7 +75,6 @@ class Lane:
     def stats(self) -> Stats:
         """Gauges and counters as of now."""
         scheduler, pool, now = self.scheduler, self.scheduler.pool, self.clock()
-        counters = scheduler.counters
         return Stats(
             waiting=len(scheduler.waiting),
             prefilling=len(scheduler.rows.prefilling),
@@ -83,20 +83,9 @@ class Lane:
             free_pages=pool.free_pages,
             cached_pages=pool.cached_pages,
             referenced_pages=pool.referenced_pages,
-            decode_steps=counters.decode_steps,
-            unified_steps=counters.unified_steps,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            computed_tokens=counters.computed_tokens,
-            generated_tokens=counters.generated_tokens,
-            preemptions=counters.preemptions,
-            recomputed_tokens=counters.recomputed_tokens,
-            padding_tokens=counters.padding_tokens,
-            bypasses=counters.bypasses,
             stored_blocks=pool.events.stored_blocks,
             removed_blocks=pool.events.removed_blocks,
-            refused_queue_full=counters.refused_queue_full,
-            refused_queue_time=counters.refused_queue_time,
             queue_age_s=scheduler.queue_age(now),
             step_seconds=self.step_seconds,
+            **asdict(scheduler.counters),
         )
