@@ -1,0 +1,185 @@
+"""FlashInfer's plan for its FA2 paged-attention kernel, made in numpy: which tile computes which part of which row.
+
+Rules follow `PrefillSplitQOKVIndptr` in FlashInfer 0.6.18.post1 (include/flashinfer/attention/scheduler.cuh); recorded
+plans of that code are the test. A *tile* is `tile_q` packed queries (query tokens x query heads of a group) of one row
+against one chunk of its KV; the kernel's grid is tiles x KV heads. Where a row's KV has several chunks, the kernel
+writes partial results that a second kernel merges.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+MIN_CHUNK_TOKENS = 128
+"""FlashInfer splits no finer than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a plan depends on besides the rows."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    sm_count: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def split_budget(self) -> int:
+        """Tiles that fill the card, two CTAs on each SM: FlashInfer's bound on the tiles of a split plan."""
+        return max(2 * self.sm_count // self.kv_heads, 1)
+
+    @property
+    def min_chunk_pages(self) -> int:
+        """Pages of the smallest KV chunk."""
+        return max(MIN_CHUNK_TOKENS // self.page_size, 1)
+
+
+def tile_q_for(packed_queries: int, head_dim: int) -> int:
+    """Packed queries of a tile, for rows of `packed_queries` on average: `FA2DetermineCtaTileQ` for sm80 and later,
+    head dims up to 256 and a KV cache of two bytes an element.
+    """
+    if packed_queries > 64 and head_dim < 256:
+        return 128
+    return 64 if packed_queries > 16 else 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fa2Size:
+    """A plan's numbers, known before anything is written. Arrays are int64 `[rows]`."""
+
+    tile_q: int
+    split: bool
+    """Partial results are written and merged. Also true of a plan for a graph in which no row has several chunks."""
+    chunk_pages: int
+    """Pages of a KV chunk; without split, at least those of the longest row."""
+    queries: Array
+    row_tiles: Array
+    """Query tiles of each row."""
+    row_chunks: Array
+    """KV chunks of each row, at least 1."""
+    tiles: int
+    padded_tiles: int
+    """Grid of the kernel: `tiles`, or more under a graph, where a mask switches the surplus off."""
+    query_rows: int
+    partial_rows: int
+    """Rows of `heads x head_dim` partial results: sum of queries x chunks. 0 without split."""
+    masked: bool
+    """The plan is made for a captured launch, whose grid is fixed."""
+
+
+def search_chunk_pages(row_tiles: Array, pages: Array, shape: AttentionShape) -> int:
+    """Fewest pages in a KV chunk so that all tiles fit `split_budget` (`PrefillBinarySearchKVChunkSize`).
+
+    If even whole rows do not fit, the answer is the longest row: no split.
+    """
+    low, high = shape.min_chunk_pages, max(int(pages.max()), 1)
+    while low < high:
+        middle = (low + high) // 2
+        if int(row_tiles @ -(-pages // middle)) > shape.split_budget:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def size_fa2(
+    queries: Array,
+    pages: Array,
+    shape: AttentionShape,
+    tile_q: int,
+    chunk_pages: int | None,
+    *,
+    padded_tiles: int | None = None,
+) -> Fa2Size:
+    """Size a plan for rows with `queries` query tokens and `pages` pages each (int64 `[rows]`, both at least 1).
+
+    `chunk_pages` splits the KV of every row into chunks of so many pages; None leaves rows whole. `padded_tiles` makes
+    the plan for a graph whose grid is fixed: it must be split, since FlashInfer's kernel heeds the mask only then.
+    Raises `ValueError` for rows that no plan can hold and for tiles beyond `padded_tiles`.
+    """
+    if not len(queries) or int(queries.min()) < 1 or int(pages.min()) < 1:
+        raise ValueError("every row of a plan needs at least one query token and one page, and a plan at least one row")
+    if padded_tiles is not None and chunk_pages is None:
+        raise ValueError("a plan with a padded grid must be split: without split, FlashInfer's kernel ignores the mask")
+    row_tiles = -(-(queries * shape.group) // tile_q)
+    longest = int(pages.max())
+    row_chunks = np.ones_like(pages) if chunk_pages is None else -(-pages // chunk_pages)
+    split = chunk_pages is not None and (padded_tiles is not None or chunk_pages < longest)
+    tiles = int(row_tiles @ row_chunks)
+    if padded_tiles is not None and tiles > padded_tiles:
+        raise ValueError(f"the plan has {tiles} tiles, but the graph's grid {padded_tiles}: lengthen the KV chunks")
+    return Fa2Size(
+        tile_q=tile_q,
+        split=split,
+        chunk_pages=longest if chunk_pages is None else chunk_pages,
+        queries=queries,
+        row_tiles=row_tiles,
+        row_chunks=row_chunks,
+        tiles=tiles,
+        padded_tiles=tiles if padded_tiles is None else padded_tiles,
+        query_rows=int(queries.sum()),
+        partial_rows=int(queries @ row_chunks) if split else 0,
+        masked=padded_tiles is not None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fa2Buffers:
+    """Where a plan is written: int32, but `block_valid_mask` uint8 and `total_num_rows` the bits of a uint32.
+
+    Lengths are capacities; `[n]` below is what a plan uses.
+    """
+
+    request_indices: Array
+    """`[padded_tiles]`: row of each tile."""
+    qo_tile_indices: Array
+    """`[padded_tiles]`: query tile within the row."""
+    kv_tile_indices: Array
+    """`[padded_tiles]`: KV chunk within the row."""
+    o_indptr: Array
+    """`[rows + 1]`: where the rows' results begin, in rows of `heads x head_dim`; partial ones if split."""
+    merge_indptr: Array
+    """`[query_rows + 1]`: where the partial results of each query token begin."""
+    block_valid_mask: Array
+    """`[padded_tiles]`: 1 for a tile that computes."""
+    kv_chunk_size: Array
+    """`[1]`: tokens of a KV chunk."""
+    total_num_rows: Array
+    """`[1]`: query rows."""
+
+
+def fill_fa2(size: Fa2Size, page_size: int, out: Fa2Buffers) -> None:
+    """Write the plan. Nothing else is written; capacities have been checked."""
+    rows, tiles, padded = len(size.queries), size.tiles, size.padded_tiles
+    per_row = size.row_tiles * size.row_chunks
+    ends = np.cumsum(per_row)
+    of_row = np.repeat(np.arange(rows), per_row)
+    within = np.arange(tiles) - np.repeat(ends - per_row, per_row)
+    out.request_indices[:tiles] = of_row
+    if tiles == rows:
+        out.qo_tile_indices[:tiles] = 0
+        out.kv_tile_indices[:tiles] = 0
+    else:
+        chunks = np.repeat(size.row_chunks, per_row)
+        out.qo_tile_indices[:tiles], out.kv_tile_indices[:tiles] = np.divmod(within, chunks)
+    for array in (out.request_indices, out.qo_tile_indices, out.kv_tile_indices):
+        array[tiles:padded] = 0
+    out.o_indptr[0] = 0
+    np.cumsum(size.queries * size.row_chunks, out=out.o_indptr[1 : rows + 1])
+    out.kv_chunk_size[0] = size.chunk_pages * page_size
+    out.total_num_rows[0] = size.query_rows
+    if size.split:
+        out.merge_indptr[0] = 0
+        np.cumsum(np.repeat(size.row_chunks, size.queries), out=out.merge_indptr[1 : size.query_rows + 1])
+        out.block_valid_mask[:tiles] = 1
+        out.block_valid_mask[tiles:padded] = 0
