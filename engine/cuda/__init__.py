@@ -1,1 +1,1 @@
-"""The lane on an NVIDIA GPU. `planner`, `fa3`, `kernels`, `layout` and `staging` are numpy alone and run anywhere."""
+"""The lane on an NVIDIA GPU. Planning (all but `flashinfer_raw` and what computes) is numpy alone and runs anywhere."""

@@ -66,9 +66,8 @@ def as_flashinfer_would(case: Case) -> Fa2Size:
     chunk = None if case["no_split"] else case["fixed_pages"]
     if chunk == -1:
         chunk = search_chunk_pages(-(-packed // tile_q), pages, shape)
-    return size_fa2(
-        queries, pages, shape, tile_q, chunk, max(shape.split_budget, most_tiles) if case["graph"] else None
-    )
+    padded = max(shape.split_budget, most_tiles) if case["graph"] else None
+    return size_fa2(queries, pages, shape, tile_q, chunk, padded_tiles=padded)
 
 
 @pytest.mark.parametrize("mode", ["search", "graph", "never", "fixed"])

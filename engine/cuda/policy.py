@@ -1,0 +1,99 @@
+"""Which kernel computes a step's rows, and into what chunks their KV is split: pure functions of rows and lengths.
+
+The constants come from measurements on one H200 with FlashInfer 0.6.18.post1 (head dim 128, bf16; groups 4 and 5, page
+16 and 64, batch 1 to 256, context 1024 and 4096); `tests/gpu/check_plan.py` measures them again on any card.
+"""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from engine.cuda.planner import Array, AttentionShape, search_chunk_pages
+
+LONE_CTA_PENALTY = 1.12
+"""How much slower a CTA reads that has its SM to itself than its share of a full card: 17.2 ns a token against 15.4
+(16 rows, 8 KV heads, page 16: 128 CTAs unsplit against 256). Page 64 measured 1.07.
+"""
+MERGE_TOKENS = 200
+"""Cost of writing and merging partial results, in tokens that a CTA reads meanwhile: 3 us at 15.4 ns a token."""
+MERGE_TOKENS_PER_ROW = 2
+"""The same for each further row: 80.7 us split against 76.0 whole at 64 rows, 286.9 against 278.0 at 256."""
+FA3_SPEED = 1.85
+"""FA3's prefill speed over FA2's when both fill the card (168.8 us against 91.3 for 2048 tokens; 1.7 to 2.0)."""
+XQA_HEAD_TOKENS = {16: 160_000, 64: 400_000}
+"""Tokens x KV heads of a step up to which XQA is the fastest, by page size. At page 16 it wins 22.9 us to 27.0 at
+131,072 and loses 43.4 to 41.0 at 262,144; at page 64 it wins 20.3 to 23.8 at 131,072, breaks even (40.7 to 40.4, and
+40.6 to 42.8 with fewer, longer rows) at 262,144 and at 524,288 (74.8 to 75.4, 69.5 to 72.6).
+"""
+XQA_GROUPS = {64: (), 128: (4, 5), 256: (4, 6)}
+"""Groups that XQA was measured or built for, by head dim."""
+
+
+class DecodeRows(NamedTuple):
+    """What the choice for decode rows looks at. Lengths in tokens."""
+
+    rows: int
+    longest: int
+    total: int
+
+
+def splits(step: DecodeRows, shape: AttentionShape) -> bool:
+    """True if the KV of decode rows is to be split.
+
+    Compares two times, in tokens that one CTA reads. Whole rows take as long as the longest row, or as the card's
+    bandwidth if there are enough of them, plus half of what the longest row has beyond the mean: on average it starts
+    halfway. Split rows take the card's bandwidth and the merge. So one 32k row among short ones never runs whole, while
+    even rows that fill the card are not split; FlashInfer's own search would leave both whole as soon as there are more
+    rows than `split_budget`.
+    """
+    balanced = step.total * shape.kv_heads / shape.sm_count
+    straggling = (step.longest - step.total / step.rows) / 2
+    whole = max(step.longest * LONE_CTA_PENALTY, balanced + straggling)
+    return whole > balanced + MERGE_TOKENS + MERGE_TOKENS_PER_ROW * step.rows
+
+
+def decode_chunk_pages(pages: Array, shape: AttentionShape, row_tiles: int) -> int:
+    """Pages of the KV chunks of split decode rows with `pages` pages (int64 `[rows]`), `row_tiles` query tiles each.
+
+    FlashInfer's choice while it balances: the fewest pages that fill the card once. It has no good answer where the
+    rows alone (nearly) fill the card and one is long; then a chunk is a CTA's fair share of all pages. Either way there
+    are at most `row_tiles x rows + split_budget` tiles.
+    """
+    share = -(-int(pages.sum()) * row_tiles * shape.kv_heads // (2 * shape.sm_count))
+    share = max(share, shape.min_chunk_pages)
+    found = search_chunk_pages(np.full_like(pages, row_tiles), pages, shape)
+    fits = row_tiles * int((-(-pages // found)).sum()) <= shape.split_budget
+    return found if fits and 2 * found <= 3 * share else share
+
+
+def max_decode_tiles(rows: int, row_tiles: int, shape: AttentionShape) -> int:
+    """Bound on the tiles of a decode plan that `decode_chunk_pages` splits; the grid of its graph."""
+    return rows * row_tiles + shape.split_budget
+
+
+def uses_xqa(step: DecodeRows, shape: AttentionShape) -> bool:
+    """True if XQA is the fastest kernel for the decode rows.
+
+    It divides every row into the same number of parts, so it is taken for rows of similar length only (as measured).
+    """
+    if shape.group not in XQA_GROUPS.get(shape.head_dim, ()) or shape.page_size not in XQA_HEAD_TOKENS:
+        return False
+    even = step.longest * step.rows <= 1.5 * step.total
+    head_tokens = step.total * shape.kv_heads * shape.head_dim // 128
+    return even and head_tokens <= XQA_HEAD_TOKENS[shape.page_size]
+
+
+def chunk_kernel(queries: Array, shape: AttentionShape) -> Literal["fa2", "fa3"]:
+    """Kernel for prompt chunks of `queries` tokens (int64 `[rows]`) on sm90; elsewhere only FA2 runs.
+
+    FA3 does not split KV: with few query tiles x heads it leaves SMs idle, and FA2, which does, wins once FA3 fills
+    less than 1 / `FA3_SPEED` of the card.
+    """
+    tile_q = fa3_tile_q(shape.head_dim)
+    works = int((-(-queries // tile_q)).sum()) * shape.heads
+    return "fa3" if works * FA3_SPEED >= shape.sm_count else "fa2"
+
+
+def fa3_tile_q(head_dim: int) -> int:
+    """Query tokens of an FA3 tile (`PrefillSM90Plan`)."""
+    return 192 if head_dim == 64 else 128
