@@ -15,8 +15,8 @@ INT32_MAX = 2**31 - 1
 ALIGNMENT = 256
 """Bytes on which every buffer starts: CUDA's widest vector loads and copies ask for no more."""
 
-DType = Literal["int32", "int64", "float32"]
-ITEM_BYTES: dict[str, int] = {"int32": 4, "int64": 8, "float32": 4}
+DType = Literal["uint8", "int32", "int64", "float32"]
+ITEM_BYTES: dict[str, int] = {"uint8": 1, "int32": 4, "int64": 8, "float32": 4}
 
 
 class PlanError(ValueError):
@@ -187,15 +187,16 @@ class PlanLayout:
         offset = 0
         for name, dtype, shape in self._shapes():
             placed.append(Buffer(name, dtype, shape, offset))
-            offset += _aligned(placed[-1].nbytes)
+            offset += aligned(placed[-1].nbytes)
         return tuple(placed)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arena."""
         last = self.buffers[-1]
-        return last.offset + _aligned(last.nbytes)
+        return last.offset + aligned(last.nbytes)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
