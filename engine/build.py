@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.config import CoreConfig
 from engine.lane import Lane
@@ -15,6 +16,10 @@ from engine.warmup import measure_step_costs
 from kv.budget import KvCapacity
 from kv.hashing import Blake2bHasher
 from kv.pool import PagePool
+
+if TYPE_CHECKING:
+    from engine.cpu.lane import CpuLane
+    from engine.cuda.lane import CudaLane
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +61,8 @@ class LoadProgress:
 
 def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] = time.monotonic) -> BuiltLane:
     """Load the model and build the lane; every refusal is a `ValueError` with one line for the operator."""
-    from engine.cpu.lane import create_cpu_lane
-
-    check_device(config.device)
-    built = create_cpu_lane(config, model_dir, LoadProgress(clock))
     hasher = Blake2bHasher(config.kv_page_size)
+    built, line = _create(config, model_dir, hasher.fingerprint, LoadProgress(clock))
     costs = None
     if config.itl_target_ms is not None:
         costs = measure_step_costs(built.executor, config, built.servable_length, clock)
@@ -72,13 +74,35 @@ def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] =
         capacity=built.capacity,
         servable_length=built.servable_length,
         vocab_size=built.model_config.vocab_size,
-        load_line=load_line(built.capacity, built.geometry, hasher.fingerprint),
+        load_line=line,
         memory=built.report.as_dict(),
         seconds=built.seconds,
     )
 
 
-def check_device(device: str) -> None:
-    """Refuse what this version cannot run on; `auto` is the CPU as long as there is no lane for a GPU."""
+def _create(
+    config: CoreConfig, model_dir: Path, fingerprint: str, progress: LoadProgress
+) -> "tuple[CpuLane | CudaLane, str]":
+    """The lane for the device that the settings name, and its load line."""
+    if use_cuda(config.device):
+        from engine.cuda.lane import create_cuda_lane
+
+        cuda = create_cuda_lane(config, model_dir, progress)
+        return cuda, cuda.load_line(fingerprint)
+    from engine.cpu.lane import create_cpu_lane
+
+    cpu = create_cpu_lane(config, model_dir, progress)
+    return cpu, load_line(cpu.capacity, cpu.geometry, fingerprint)
+
+
+def use_cuda(device: str) -> bool:
+    """True if the lane is to run on a GPU: it is asked for, or `auto` and there is one. Refuses `cuda` without one."""
+    if device == "cpu":
+        return False
+    import torch
+
+    if torch.cuda.is_available():
+        return True
     if device == "cuda":
-        raise ValueError("device is 'cuda', but this version has no CUDA lane yet; set device to 'cpu' or 'auto'")
+        raise ValueError("device is 'cuda', but torch finds no GPU here; set device to 'cpu' or 'auto'")
+    return False

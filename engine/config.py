@@ -38,6 +38,15 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             description="Size of the KV pool on a CPU, such as 512MiB or 2GiB (a GPU derives it from its free memory)."
         ),
     ] = "512MiB"
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Share of a GPU's memory that the lane may take, other processes' use counted in; "
+            "the KV pool gets what weights and buffers leave of it.",
+        ),
+    ] = 0.85
     context_limit: Annotated[
         Positive | None,
         Meta(description="Longest sequence in tokens, prompt and output together; null is the model's own limit."),

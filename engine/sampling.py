@@ -12,9 +12,9 @@ from torch import Tensor
 
 LOGITS_ROWS = 32
 """Rows whose logits are held at once; more rows are computed in slices."""
-_DRAW_ROWS = 4
+DRAW_ROWS = 4
 """Rows sorted and summed at once, in float64."""
-_TOP_K_CLASSES = (64, 1024)
+TOP_K_CLASSES = (64, 1024)
 """A row with a top_k takes the smallest of these that holds it, and so never sorts the vocabulary. Its class depends on
 the row alone: ties between equal logits then fall the same way whatever its mates ask for."""
 
@@ -73,14 +73,14 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Samples rows of float32 logits; scratch is bounded by `_DRAW_ROWS` rows of the vocabulary."""
+    """Samples rows of float32 logits; scratch is bounded by `DRAW_ROWS` rows of the vocabulary."""
 
     @staticmethod
     def reserve(buffers: Buffers, vocab: int) -> None:
         """Plan the scratch."""
-        buffers.reserve("draw_logits", (_DRAW_ROWS, vocab), torch.float32)
-        buffers.reserve("draw_tokens", (_DRAW_ROWS, vocab), torch.int64)
-        buffers.reserve("draw_weights", (_DRAW_ROWS, vocab), torch.float64)
+        buffers.reserve("draw_logits", (DRAW_ROWS, vocab), torch.float32)
+        buffers.reserve("draw_tokens", (DRAW_ROWS, vocab), torch.int64)
+        buffers.reserve("draw_weights", (DRAW_ROWS, vocab), torch.float64)
 
     def __init__(self, buffers: Buffers) -> None:
         self._scratch = [buffers.take(name).flatten() for name in ("draw_logits", "draw_tokens", "draw_weights")]
@@ -96,20 +96,21 @@ class Sampler:
         classes = self._classes(rows, logits.shape[1])
         for width in sorted(set(classes) - {0}):
             members = [row for row, own in enumerate(classes) if own == width]
-            for begin in range(0, len(members), _DRAW_ROWS):
-                some = torch.tensor(members[begin : begin + _DRAW_ROWS])
-                tokens[some] = self._draw(logits[some], rows.take(some), width)
+            for begin in range(0, len(members), DRAW_ROWS):
+                some = torch.tensor(members[begin : begin + DRAW_ROWS])
+                tokens[some] = self.draw(logits[some], rows.take(some), width)
         return tokens
 
     @staticmethod
     def _classes(rows: SamplingRows, vocab: int) -> list[int]:
         """Candidates that each row sorts: 0 for greedy rows, the vocabulary where no class holds its top_k."""
         return [
-            0 if temperature == 0 else next((size for size in _TOP_K_CLASSES if 0 < top_k <= size < vocab), vocab)
+            0 if temperature == 0 else next((size for size in TOP_K_CLASSES if 0 < top_k <= size < vocab), vocab)
             for temperature, top_k in zip(rows.temperature.tolist(), rows.top_k.tolist(), strict=True)
         ]
 
-    def _draw(self, logits: Tensor, rows: SamplingRows, width: int) -> Tensor:
+    def draw(self, logits: Tensor, rows: SamplingRows, width: int) -> Tensor:
+        """Tokens, int64 `[rows]`, of at most `DRAW_ROWS` rows with a temperature; `width` candidates are looked at."""
         count, vocab = logits.shape
         values, tokens, weights = (scratch[: count * width].view(count, width) for scratch in self._scratch)
         if width < vocab:

@@ -1,0 +1,243 @@
+"""Builds the computing half of a CUDA lane: weights and buffers, a run of the largest step, then the KV pool."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config import CoreConfig
+from engine.cuda.arena import DeviceArena
+from engine.cuda.attention import FlashInferAttention, float_workspace_bytes
+from engine.cuda.decoder import CudaDecoder, DecoderParts, FusedOps, rope_rows
+from engine.cuda.executor import CudaExecutor, ExecutorParts, reserve_logits
+from engine.cuda.inputs import InputLayout, StepInputs
+from engine.memory import MIB, MemoryPlan, MemoryReport
+from engine.messages import Sampling
+from engine.models.config import ModelConfig, load_model_config
+from engine.models.decoder import DecoderWeights
+from engine.models.weights import Progress, dummy_weights, load_weights, weight_bytes
+from engine.plan import PlanCapacity
+from engine.step import Chunk, RowStart, StepPlan
+from kv.budget import KvBudget, KvCapacity, servable_length
+from kv.geometry import KvGeometry
+from kv.table import TableUpdate
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_SCRATCH_PAGES = 2
+"""The padding page, and the one that every row of the profiled step lies on."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaLane:
+    """An executor that is ready to run, and the facts that the scheduler and the worker need."""
+
+    executor: CudaExecutor
+    model_config: ModelConfig
+    geometry: KvGeometry
+    capacity: KvCapacity
+    context_limit: int
+    servable_length: int
+    report: MemoryReport
+    seconds: dict[str, float]
+    """Start-up phases: load, profile."""
+    card_bytes: int
+
+    def load_line(self, fingerprint: str) -> str:
+        """One line about the KV cache; X % of the card's memory, usable pages and padding page together."""
+        pool = self.report.measured.kv_pool
+        return (
+            f"KV cache (profiled): {self.capacity.usable_pages} pages of {self.capacity.page_size} tokens, "
+            f"{self.capacity.tokens} tokens, {pool / MIB:.1f} MiB, {100 * pool / self.card_bytes:.1f} % of the card, "
+            f"fingerprint {fingerprint}"
+        )
+
+
+def check_model(model: ModelConfig, dtype: str) -> torch.dtype:
+    """The type to compute in, or `ValueError` for a model that the CUDA lane does not run."""
+    name = model.dtype if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise ValueError(
+            f"dtype is {name}, but the CUDA lane computes in {' or '.join(DTYPES)}: set dtype to one of them"
+        )
+    if model.head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"the model's head_dim is {model.head_dim}, but the CUDA lane runs {', '.join(map(str, HEAD_DIMS))}"
+        )
+    return DTYPES[name]
+
+
+@dataclass(slots=True)
+class _Build:
+    """What is on the card before the KV pool is."""
+
+    config: CoreConfig
+    model: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    capacity: PlanCapacity
+    geometry: KvGeometry
+    weights: DecoderWeights
+    activations: DeviceArena
+    logits: DeviceArena
+    inputs: StepInputs
+    workspace: torch.Tensor
+    cos_sin: torch.Tensor
+
+    def executor(self, kv: torch.Tensor) -> CudaExecutor:
+        """An executor over the cache `kv`."""
+        parts = DecoderParts(self.model, self.weights, kv, self.activations, FusedOps(), self.cos_sin)
+        attention = FlashInferAttention(self.capacity, kv, self.workspace)
+        return CudaExecutor(
+            ExecutorParts(self.capacity, kv.shape[0], self.inputs, attention, CudaDecoder(parts), self.logits)
+        )
+
+    def cache(self, pages: int) -> torch.Tensor:
+        """A cache of so many pages. Zeroed: a masked slot's weight of zero survives only finite numbers."""
+        return torch.zeros((pages, *self.geometry.page_shape), dtype=self.dtype, device=self.device)
+
+
+def create_cuda_lane(
+    config: CoreConfig,
+    model_dir: Path,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CudaLane:
+    """Build the lane that `config` asks for, with the model in `model_dir`, on the current CUDA device.
+
+    Raises `ModelError`, `KvBudgetError`, `PlanError` or another `ValueError` with one line for the operator.
+    """
+    model = load_model_config(model_dir)
+    dtype = check_model(model, config.dtype)
+    device = torch.device("cuda", torch.cuda.current_device())
+    began = clock()
+    build = _prepare(config, model, dtype, device, _loader(config, model_dir, progress))
+    torch.cuda.synchronize()
+    loaded = clock()
+    free, total = _profile(build)
+    budget = KvBudget(build.geometry, max(0, int(config.gpu_memory_utilization * total) - (total - free)))
+    build.capacity.check_pool(budget.total_pages)
+    kv = build.cache(budget.total_pages)
+    measured = _measure(build, kv)
+    return CudaLane(
+        executor=build.executor(kv),
+        model_config=model,
+        geometry=build.geometry,
+        capacity=budget.capacity,
+        context_limit=build.capacity.context_limit,
+        servable_length=servable_length(build.capacity.context_limit, budget.capacity),
+        report=MemoryReport(_planned(build, budget), measured),
+        seconds={"load": loaded - began, "profile": clock() - loaded},
+        card_bytes=total,
+    )
+
+
+Loader = Callable[[ModelConfig, torch.dtype, torch.device], dict[str, torch.Tensor]]
+
+
+def _loader(config: CoreConfig, model_dir: Path, progress: Progress | None) -> Loader:
+    def load(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+        if config.load_format == "dummy":
+            return dummy_weights(model, dtype, device)
+        return load_weights(model_dir, model, dtype, device, progress)
+
+    return load
+
+
+def _prepare(
+    config: CoreConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    load: Loader,
+) -> _Build:
+    from engine.kernels.step_head import write_step
+
+    limit = config.context_limit or model.context_limit
+    if limit > model.context_limit:
+        raise ValueError(
+            f"context_limit is {limit} tokens, but the model was made for {model.context_limit}: "
+            f"lower it, or leave it out to take {model.context_limit}"
+        )
+    name = "bfloat16" if dtype == torch.bfloat16 else "float16"
+    geometry = KvGeometry(config.kv_page_size, model.layers, model.kv_heads, model.head_dim, name)
+    capacity = PlanCapacity(
+        config.max_bucket,
+        config.max_step_tokens,
+        limit,
+        geometry.page_size,
+        model.heads,
+        model.kv_heads,
+        model.head_dim,
+    )
+    weights = DecoderWeights.fuse(model, load(model, dtype, device))
+    activations, logits = DeviceArena(device), DeviceArena(device)
+    CudaDecoder.reserve(activations, model, capacity.max_step_tokens, dtype)
+    reserve_logits(logits, capacity, model.vocab_size, model.hidden_size, dtype)
+    activations.allocate()
+    logits.allocate()
+    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    return _Build(
+        config,
+        model,
+        dtype,
+        device,
+        capacity,
+        geometry,
+        weights,
+        activations,
+        logits,
+        inputs=StepInputs(capacity, device, write_step),
+        workspace=torch.zeros(float_workspace_bytes(capacity, sm_count), dtype=torch.uint8, device=device),
+        cos_sin=rope_rows(model, capacity.max_context, device),
+    )
+
+
+def _profile(build: _Build) -> tuple[int, int]:
+    """Free and total bytes of the card after the largest step has run, with what it takes still held."""
+    torch.cuda.empty_cache()
+    executor = build.executor(build.cache(_SCRATCH_PAGES))
+    capacity = build.capacity
+    rows = capacity.max_bucket
+    tokens = min(capacity.max_step_tokens // rows, capacity.context_limit)
+    for plan in (_largest(capacity, rows, tokens), _decode_all(rows)):
+        executor.collect(executor.launch(plan))
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info(build.device)
+
+
+def _largest(capacity: PlanCapacity, rows: int, tokens: int) -> StepPlan:
+    """A chunk of `tokens` tokens on every row, all on one page, so that the step takes no KV memory; all rows draw."""
+    pages = -(-tokens // capacity.page_size)
+    table = [TableUpdate(row, index, 1) for row in range(rows) for index in range(pages)]
+    starts = [RowStart(row, Sampling(temperature=1.0)) for row in range(rows)]
+    return StepPlan(0, starts, table, [], [], [Chunk(row, 0, [0] * tokens, True) for row in range(rows)])
+
+
+def _decode_all(rows: int) -> StepPlan:
+    starts = [RowStart(row, Sampling()) for row in range(rows)]
+    return StepPlan(1, starts, [], list(range(rows)), [2] * rows, [])
+
+
+def _planned(build: _Build, budget: KvBudget) -> MemoryPlan:
+    return MemoryPlan(
+        weights=weight_bytes(build.model, build.dtype),
+        rope_table=build.capacity.max_context * build.model.head_dim * 4,
+        plan_arena=InputLayout(build.capacity).nbytes + build.workspace.nbytes,
+        activations=build.activations.nbytes,
+        logits=build.logits.nbytes,
+        kv_pool=budget.bytes,
+    )
+
+
+def _measure(build: _Build, kv: torch.Tensor) -> MemoryPlan:
+    return MemoryPlan(
+        weights=build.weights.nbytes,
+        rope_table=build.cos_sin.nbytes,
+        plan_arena=build.inputs.nbytes + build.workspace.nbytes,
+        activations=build.activations.nbytes,
+        logits=build.logits.nbytes,
+        kv_pool=kv.nbytes,
+    )

@@ -1,0 +1,84 @@
+"""The CUDA lane's executor on a CPU: its kernels in Triton's interpreter, its attention in plain torch."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tests.interpreter  # noqa: F401
+from engine.cuda.arena import DeviceArena
+from engine.cuda.decoder import CudaDecoder, DecoderParts, Ops, TorchOps, rope_rows
+from engine.cuda.executor import CudaExecutor, ExecutorParts, reserve_logits
+from engine.cuda.inputs import StepInputs
+from engine.kernels.rope_append import rope_append
+from engine.kernels.step_head import write_step
+from engine.models.config import load_model_config
+from engine.models.decoder import DecoderWeights
+from engine.models.weights import load_weights
+from engine.plan import PlanCapacity
+from kv.geometry import KvGeometry
+from tests import golden
+
+
+class KernelOps(TorchOps):
+    """Plain torch, but for this project's own kernel."""
+
+    def __init__(self) -> None:
+        self.rope_append = rope_append
+
+
+class GatheringAttention:
+    """Reads the page lists that the head-of-step kernel wrote, row by row."""
+
+    def __init__(self, kv: Tensor) -> None:
+        self.kv = kv
+
+    def begin(self, inputs: StepInputs) -> None:
+        self.inputs = inputs
+
+    def __call__(self, layer: int, queries: Tensor, out: Tensor) -> None:
+        device, rows = self.inputs.device, self.inputs.shape.rows
+        page_ends = device["page_indptr"][: rows + 1].tolist()
+        ends = self.inputs.staged["query_indptr"][: rows + 1].tolist()
+        page_size = self.kv.shape[3]
+        for row, last in enumerate(device["last_page_len"][:rows].tolist()):
+            listed = device["page_indices"][page_ends[row] : page_ends[row + 1]].long()
+            length = (len(listed) - 1) * page_size + last
+            keys, values = (self.kv[listed, layer, kind].flatten(0, 1)[:length].transpose(0, 1) for kind in (0, 1))
+            count = ends[row + 1] - ends[row]
+            mask = torch.ones(count, length, dtype=torch.bool).tril(length - count)
+            asked = queries[ends[row] : ends[row + 1]].transpose(0, 1)
+            got = F.scaled_dot_product_attention(asked[None], keys[None], values[None], attn_mask=mask, enable_gqa=True)
+            out[ends[row] : ends[row + 1]] = got[0].transpose(0, 1)
+
+
+def cuda_lane_on_cpu(
+    directory: Path, page_size: int = 16, *, pages: int = 128, max_step_tokens: int = 256, ops: Ops | None = None
+) -> SimpleNamespace:
+    """What `golden.Driver` wants of a lane: an executor in float32 and a geometry."""
+    model = load_model_config(directory)
+    device, dtype = torch.device("cpu"), torch.float32
+    geometry = KvGeometry(page_size, model.layers, model.kv_heads, model.head_dim, "float32")
+    capacity = PlanCapacity(8, max_step_tokens, 1024, page_size, model.heads, model.kv_heads, model.head_dim)
+    weights = DecoderWeights.fuse(model, load_weights(directory, model, dtype, device))
+    activations, logits = DeviceArena(device), DeviceArena(device)
+    CudaDecoder.reserve(activations, model, capacity.max_step_tokens, dtype)
+    reserve_logits(logits, capacity, model.vocab_size, model.hidden_size, dtype)
+    activations.allocate()
+    logits.allocate()
+    kv = torch.zeros((pages, *geometry.page_shape))
+    decoder = CudaDecoder(
+        DecoderParts(model, weights, kv, activations, ops or TorchOps(), rope_rows(model, capacity.max_context, device))
+    )
+    inputs = StepInputs(capacity, device, write_step)
+    parts = ExecutorParts(capacity, pages, inputs, GatheringAttention(kv), decoder, logits)
+    return SimpleNamespace(executor=CudaExecutor(parts), geometry=geometry)
+
+
+class CudaDriver(golden.Driver):
+    """Drives a `CudaExecutor`."""
+
+    def force(self, row: golden.Row, token: int) -> None:
+        self.executor.inputs.device["last_tokens"][row.slot] = token
