@@ -1,8 +1,8 @@
-"""Where everything that a step of the CUDA lane reads and writes lies: one device arena, fixed offsets. Numpy alone.
+"""Where the attention plans of a step lie: one device arena at fixed offsets, sized once. Numpy alone.
 
-The arena begins with the *staged* sections, which the host fills in pinned memory at the same offsets and copies; what
-follows lives on the device only. A step copies at most three ranges: its inputs, the plan of its decode rows, and the
-plan of its chunks (FA2's or FA3's).
+The arena begins with the *staged* sections, which the host fills in pinned memory at the same offsets. They are in such
+an order that what a step uses is one range, and one copy: `chunks` and `decode`, `decode` alone, or `decode` and `fa3`.
+What follows lives on the device only.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,16 @@ from engine.cuda.planner import AttentionShape, tile_q_for
 from engine.cuda.policy import max_decode_tiles
 from engine.plan import INT32_MAX, Buffer, DType, PlanCapacity, PlanError, aligned
 
-Section = Literal["inputs", "decode", "chunks", "fa3", "device"]
-STAGED: tuple[Section, ...] = ("inputs", "decode", "chunks", "fa3")
+Section = Literal["chunks", "decode", "fa3", "device"]
+STAGED: tuple[Section, ...] = ("chunks", "decode", "fa3")
+FA3_LISTS = ("qo_tile_indices", "qo_indptr", "kv_indptr", "qo_lens", "kv_lens", "head_indices", "batch_indices")
 ELEMENT_BYTES = 2
 """Of activations, KV and partial results: the lane computes in bfloat16 or float16."""
 
 
 @dataclass(frozen=True)
-class CudaCapacity:
-    """The largest step of a CUDA lane. Raises `PlanError` if a derived number does not fit the kernels' int32."""
+class AttentionCapacity:
+    """The largest attention plans of a lane. Raises `PlanError` if a derived number does not fit the kernels' int32."""
 
     step: PlanCapacity
     sm_count: int
@@ -34,7 +35,7 @@ class CudaCapacity:
 
     def __post_init__(self) -> None:
         if self.sm_count < 1:
-            raise ValueError(f"CudaCapacity.sm_count is {self.sm_count}, but must be at least 1")
+            raise ValueError(f"AttentionCapacity.sm_count is {self.sm_count}, but must be at least 1")
         elements = self.step.heads * self.step.head_dim
         bounded = {
             "tiles of the decode plan": (self.max_decode_tiles, "lower max_bucket"),
@@ -42,7 +43,6 @@ class CudaCapacity:
             "elements of the decode rows' partial results": (self.decode_partial_rows * elements, "lower max_bucket"),
             "elements of the chunks' partial results": (self.chunk_partial_rows * elements, "run on a smaller card"),
             "works of the FA3 plan": (self.max_works, "lower max_step_tokens"),
-            "cells of the block table": (self.table_rows * self.step.max_pages_per_row, "lower context_limit"),
         }
         for dimension, (value, hint) in bounded.items():
             if value > INT32_MAX:
@@ -53,16 +53,6 @@ class CudaCapacity:
         """What plans depend on besides the rows."""
         step = self.step
         return AttentionShape(step.heads, step.kv_heads, step.head_dim, step.page_size, self.sm_count)
-
-    @property
-    def table_rows(self) -> int:
-        """Row slots and, behind them, the padding slot, whose pages are all the padding page."""
-        return self.step.max_bucket + 1
-
-    @property
-    def padding_slot(self) -> int:
-        """Row slot of the rows that fill a graph's batch up."""
-        return self.step.max_bucket
 
     @property
     def decode_tile_q(self) -> int:
@@ -113,11 +103,6 @@ class CudaCapacity:
         per_head = max_works_per_head(self.step.max_step_tokens, self.step.max_rows, self.step.head_dim)
         return max(per_head, min(per_head, MAX_WORKS_PER_HEAD) * self.step.heads)
 
-    @property
-    def max_table_updates(self) -> int:
-        """Page-table entries that one step may set: every page of every row, if all rows start with cached prompts."""
-        return self.step.max_pages
-
 
 class Range(NamedTuple):
     """Bytes `begin` to `end - 1` of the arena."""
@@ -127,37 +112,16 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CudaPlanLayout:
-    """Buffers of the CUDA lane's plan, in one arena.
+class AttentionLayout:
+    """Buffers of the attention plans, in one arena.
 
-    - `inputs`: `counts` (rows, decode rows, tokens, sampled rows, row starts, table updates; int32, for kernels whose
-      grid is fixed), what the head-of-step kernel needs, and last, since only its used part is copied, `table_updates`:
-      pairs of a cell (row slot x `max_pages_per_row` + index) and its page.
-    - `decode`, `chunks`: FA2's plans; `fa3`: work lists (see `planner.Fa2Buffers`, `fa3.Fa3Buffers`).
-    - `device`: per row slot `block_table`, `last_tokens` and sampling parameters; per step page lists, positions and
-      slots, written by the head-of-step kernel; partial results of split plans (`*_partials` in the lane's dtype,
-      `*_lse` float32); XQA's dense page table, semaphores (zero before the first use) and scratch.
+    - `chunks`, `decode`: FA2's plans, named `chunk_*` and `decode_*` (see `planner.Fa2Buffers`); `fa3`: work lists,
+      named `fa3_*` (see `fa3.Fa3Buffers`).
+    - `device`: partial results of split plans (`*_partials` in the lane's dtype, `*_lse` float32), and for XQA a dense
+      page table with a row for each decode row, semaphores (zero before the first use) and scratch.
     """
 
-    capacity: CudaCapacity
-
-    def _inputs(self) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
-        step = self.capacity.step
-        rows = (step.max_rows,)
-        yield "counts", "int32", (8,)
-        yield "row_slots", "int32", rows
-        yield "lengths", "int32", rows
-        yield "query_indptr", "int32", (step.max_rows + 1,)
-        yield "page_indptr", "int32", (step.max_rows + 1,)
-        yield "chunk_query_indptr", "int32", (step.max_rows + 1,)
-        yield "sampled_tokens_at", "int32", rows
-        yield "sampled_slots", "int32", rows
-        yield "sampled_positions", "int64", rows
-        yield "start_rows", "int32", rows
-        for name, dtype in _SAMPLING:
-            yield f"start_{name}", dtype, rows
-        yield "chunk_tokens", "int32", (step.max_step_tokens,)
-        yield "table_updates", "int32", (self.capacity.max_table_updates, 2)
+    capacity: AttentionCapacity
 
     @staticmethod
     def _fa2(prefix: str, tiles: int, rows: int, query_rows: int) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
@@ -178,16 +142,6 @@ class CudaPlanLayout:
 
     def _device(self) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
         capacity, step = self.capacity, self.capacity.step
-        slots, tokens = (capacity.table_rows,), (step.max_step_tokens,)
-        yield "block_table", "int32", (capacity.table_rows, step.max_pages_per_row)
-        yield "last_tokens", "int32", slots
-        for name, dtype in _SAMPLING:
-            yield name, dtype, slots
-        yield "page_indices", "int32", (step.max_pages,)
-        yield "last_page_len", "int32", (step.max_rows,)
-        yield "token_ids", "int32", tokens
-        yield "positions", "int32", tokens
-        yield "slot_mapping", "int64", tokens
         for name, rows in (("decode", capacity.decode_partial_rows), ("chunk", capacity.chunk_partial_rows)):
             yield f"{name}_partials", "uint8", (rows, step.heads, step.head_dim * ELEMENT_BYTES)
             yield f"{name}_lse", "float32", (rows, step.heads)
@@ -201,9 +155,8 @@ class CudaPlanLayout:
         decode = self._fa2("decode", capacity.max_decode_tiles, step.max_rows, step.max_rows)
         chunks = self._fa2("chunk", capacity.max_chunk_tiles, step.max_rows, step.max_step_tokens)
         sections: dict[Section, Iterator[tuple[str, DType, tuple[int, ...]]]] = {
-            "inputs": self._inputs(),
-            "decode": decode,
             "chunks": chunks,
+            "decode": decode,
             "fa3": self._fa3(),
             "device": self._device(),
         }
@@ -243,24 +196,6 @@ class CudaPlanLayout:
     def nbytes(self) -> int:
         """Bytes of the arena."""
         return self.ranges["device"].end
-
-
-_SAMPLING: tuple[tuple[str, DType], ...] = (
-    ("temperature", "float32"),
-    ("top_k", "int32"),
-    ("top_p", "float32"),
-    ("min_p", "float32"),
-    ("seed", "int64"),
-)
-FA3_LISTS = (
-    "qo_tile_indices",
-    "qo_indptr",
-    "kv_indptr",
-    "qo_lens",
-    "kv_lens",
-    "head_indices",
-    "batch_indices",
-)
 
 
 def xqa_scratch_bytes(shape: AttentionShape) -> int:

@@ -61,9 +61,10 @@ def decode_chunk_pages(pages: Array, shape: AttentionShape, row_tiles: int) -> i
     """
     share = -(-int(pages.sum()) * row_tiles * shape.kv_heads // (2 * shape.sm_count))
     share = max(share, shape.min_chunk_pages)
+    if row_tiles * len(pages) > shape.split_budget:
+        return share
     found = search_chunk_pages(np.full_like(pages, row_tiles), pages, shape)
-    fits = row_tiles * int((-(-pages // found)).sum()) <= shape.split_budget
-    return found if fits and 2 * found <= 3 * share else share
+    return found if 2 * found <= 3 * share else share
 
 
 def max_decode_tiles(rows: int, row_tiles: int, shape: AttentionShape) -> int:
