@@ -9,6 +9,7 @@ from torch import Tensor
 
 import tests.interpreter  # noqa: F401
 from engine.cuda.arena import DeviceArena
+from engine.cuda.attention_plan import StepRows
 from engine.cuda.decoder import CudaDecoder, DecoderParts, Ops, TorchOps, rope_rows
 from engine.cuda.executor import CudaExecutor, ExecutorParts, reserve_logits
 from engine.cuda.inputs import StepInputs
@@ -32,14 +33,15 @@ class KernelOps(TorchOps):
 class GatheringAttention:
     """Reads the page lists that the head-of-step kernel wrote, row by row."""
 
-    def __init__(self, kv: Tensor) -> None:
+    def __init__(self, kv: Tensor, inputs: StepInputs) -> None:
         self.kv = kv
-
-    def begin(self, inputs: StepInputs) -> None:
         self.inputs = inputs
 
+    def begin(self, rows: StepRows) -> None:
+        """The page lists say everything."""
+
     def __call__(self, layer: int, queries: Tensor, out: Tensor) -> None:
-        device, rows = self.inputs.device, self.inputs.shape.rows
+        device, rows = self.inputs.device, self.inputs.rows
         page_ends = device["page_indptr"][: rows + 1].tolist()
         ends = self.inputs.staged["query_indptr"][: rows + 1].tolist()
         page_size = self.kv.shape[3]
@@ -73,7 +75,7 @@ def cuda_lane_on_cpu(
         DecoderParts(model, weights, kv, activations, ops or TorchOps(), rope_rows(model, capacity.max_context, device))
     )
     inputs = StepInputs(capacity, device, write_step)
-    parts = ExecutorParts(capacity, pages, inputs, GatheringAttention(kv), decoder, logits)
+    parts = ExecutorParts(capacity, pages, inputs, GatheringAttention(kv, inputs), decoder, logits)
     return SimpleNamespace(executor=CudaExecutor(parts), geometry=geometry)
 
 

@@ -1,139 +1,103 @@
-"""Attention through FlashInfer's kernels: FA2 for decode rows, FA3 or FA2 for chunks, a plan for each."""
+"""Attention of a step through FlashInfer's kernels, on plans of our own: one for decode rows, one for chunks."""
 
+import logging
 import math
-from typing import Any
+import shutil
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from engine.cuda.inputs import STAGES, Array, StepInputs
-from engine.plan import PlanCapacity
+from engine.cuda.attention_plan import AttentionPlans, Launch, StepRows
+from engine.cuda.device import TorchDevice
+from engine.cuda.flashinfer_raw import FlashInferError, ModuleNeeds, PagedCall, installed_version, signatures
+from engine.cuda.inputs import STAGES, StepInputs
+from engine.cuda.layout import AttentionCapacity, AttentionLayout
 
-_INT_WORKSPACE_BYTES = 16 << 20
-_TILE_Q = 128
-_CAUSAL = 1
-_NHD = 0
-_NO_WINDOW = -1
+log = logging.getLogger(__name__)
+
+COMPILE_SECONDS = {"fa2": 90, "fa3": 240, "xqa": 60, "norm": 60, "silu": 40, "sampling": 60}
+"""How long nvcc takes for a module, roughly, for the line that asks for patience."""
 
 
-def fa3_fills(chunk_tokens: Array, heads: int, sm_count: int) -> bool:
-    """True if the chunks' query tiles of 128, for every head, give each SM one at least.
+def load_modules(needs: ModuleNeeds) -> dict[str, Any]:
+    """FlashInfer's modules by their short names.
 
-    Below that FA2 is faster, since it splits the KV and FA3 does not.
+    Says beforehand which of them have to be compiled and about how long that takes; raises `FlashInferError` if there
+    is no compiler for them.
     """
-    return int((-(-chunk_tokens // _TILE_Q)).sum()) * heads >= sm_count
-
-
-def float_workspace_bytes(capacity: PlanCapacity, sm_count: int) -> int:
-    """Partial results and their sums of a split FA2 plan: FlashInfer puts at most two CTAs on an SM."""
-    tiles = max(2 * sm_count // capacity.kv_heads, 1)
-    return tiles * _TILE_Q * capacity.heads * (capacity.head_dim + 1) * 4 + (1 << 20)
-
-
-class Plan:
-    """One plan over one of FlashInfer's modules, with workspaces of its own that never move."""
-
-    def __init__(self, module: Any, float_workspace: Tensor, extra: tuple[Any, ...]) -> None:
-        device = float_workspace.device
-        self.module = module
-        self.info: Any = None
-        self._extra = extra
-        self._float = float_workspace
-        self._int = torch.zeros(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._pinned = [torch.zeros(_INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(STAGES)]
-        self._read = [torch.cuda.Event() for _ in range(STAGES)]  # type: ignore[no-untyped-call]
-        self._turn = 0
-
-    def update(self, queries: Array, lengths: Array, capacity: PlanCapacity) -> None:
-        """Plan rows with `queries` query tokens at the end of `lengths` tokens each (int64 `[rows]`)."""
-        self._turn = (self._turn + 1) % STAGES
-        self._read[self._turn].synchronize()
-        pages = -(-lengths // capacity.page_size)
-        self.info = self.module.plan(
-            self._float,
-            self._int,
-            self._pinned[self._turn],
-            _indptr(queries),
-            _indptr(pages),
-            torch.from_numpy(lengths.astype(np.int32)),
-            int(queries.sum()),
-            len(queries),
-            capacity.heads,
-            capacity.kv_heads,
-            capacity.page_size,
-            False,
-            capacity.head_dim,
-            capacity.head_dim,
-            True,
-            _NO_WINDOW,
-            *self._extra,
+    specs = signatures(installed_version()).specs(needs)
+    missing = [name for name, spec in specs.items() if not spec.is_aot and not spec.is_compiled]
+    if missing and shutil.which("nvcc") is None:
+        raise FlashInferError(
+            f"FlashInfer's modules {', '.join(missing)} are not prebuilt, and there is no nvcc to compile them: "
+            "run `pagelane prebuild` on a machine that has the CUDA toolkit, and install what it writes here"
         )
-        self._read[self._turn].record()
+    if missing:
+        seconds = sum(COMPILE_SECONDS.get(name, 60) for name in missing)
+        log.warning(
+            "compiling FlashInfer's modules %s, about %d s the first time; `pagelane prebuild` does it ahead",
+            ", ".join(missing),
+            seconds,
+        )
+    return {name: spec.build_and_load() for name, spec in specs.items()}
 
-    def run(
-        self, queries: Tensor, kv: tuple[Tensor, Tensor], pages: tuple[Tensor, ...], out: Tensor, tail: tuple[Any, ...]
-    ) -> None:
-        """Attend; `pages` are query_indptr, page_indptr, page_indices and last_page_len of the plan's rows."""
-        head = (self._float, self._int, self.info, queries, *kv, *pages, out, None, _CAUSAL, _NHD, _NO_WINDOW, False)
-        self.module.paged_run(*head, *tail)
 
+class _Rows(NamedTuple):
+    """A part of a step: its tokens' queries and results, their indptr, and its first row in the step."""
 
-def _indptr(counts: Array) -> Tensor:
-    return torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
+    queries: Tensor
+    out: Tensor
+    query_indptr: Tensor
+    first: int
 
 
 class FlashInferAttention:
-    """`engine.cuda.executor.Attention` over FlashInfer's own planner."""
+    """`engine.cuda.executor.Attention` over `kv` `[pages, layers, 2, page_size, kv_heads, head_dim]`.
 
-    def __init__(self, capacity: PlanCapacity, kv: Tensor, float_workspace: Tensor) -> None:
-        from flashinfer.jit.attention.modules import gen_batch_prefill_module
+    `arena` is uint8 `[AttentionLayout(capacity).nbytes]`, zeroed; plans and partial results lie in it.
+    """
 
-        properties = torch.cuda.get_device_properties(kv.device)
-        self._capacity = capacity
-        self._kv = kv
-        self._sm_count = properties.multi_processor_count
-        dim = capacity.head_dim
-        shape = (kv.dtype, kv.dtype, kv.dtype, torch.int32, dim, dim, 0, False, False, False)
-        fa2 = gen_batch_prefill_module("fa2", *shape).build_and_load()
-        scale = 1.0 / math.sqrt(dim)
-        self._fa2_tail = (*(None,) * 8, 0.0, scale, 1.0, 1.0, 0)
-        self._fa3_tail = (None, None, None, None, 0.0, scale, 1.0, 0)
-        whole = (-1, False, 0, 0)
-        self._decode = Plan(fa2, float_workspace, whole)
-        self._chunks_fa2 = Plan(fa2, float_workspace, whole)
-        self._chunks_fa3: Plan | None = None
-        if properties.major == 9:
-            fa3 = gen_batch_prefill_module("fa3", *shape).build_and_load()
-            self._chunks_fa3 = Plan(fa3, float_workspace, ())
-        self._chunks = self._chunks_fa2
-        self._inputs: StepInputs | None = None
-
-    def begin(self, inputs: StepInputs) -> None:
-        """See `engine.cuda.executor.Attention`."""
-        shape = inputs.shape
+    def __init__(
+        self, capacity: AttentionCapacity, kv: Tensor, inputs: StepInputs, arena: Tensor, modules: dict[str, Any]
+    ) -> None:
+        layout = AttentionLayout(capacity)
+        self._raw = signatures(installed_version())
+        self._modules = modules
+        self._arena = arena
         self._inputs = inputs
-        if len(shape.decode_lengths):
-            self._decode.update(np.ones_like(shape.decode_lengths), shape.decode_lengths, self._capacity)
-        if len(shape.chunk_tokens):
-            fills = fa3_fills(shape.chunk_tokens, self._capacity.heads, self._sm_count)
-            self._chunks = self._chunks_fa3 if fills and self._chunks_fa3 is not None else self._chunks_fa2
-            self._chunks.update(shape.chunk_tokens, shape.chunk_lengths, self._capacity)
+        self._layers = [(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(kv.shape[1])]
+        self._scale = 1.0 / math.sqrt(capacity.step.head_dim)
+        self.plans = AttentionPlans(layout, self._raw, TorchDevice(arena), STAGES)
+
+    def begin(self, rows: StepRows) -> None:
+        """See `engine.cuda.executor.Attention`."""
+        self.plans.update(rows)
 
     def __call__(self, layer: int, queries: Tensor, out: Tensor) -> None:
         """See `engine.cuda.decoder.StepAttention`."""
-        if self._inputs is None:
-            raise ValueError("begin a step before its attention")
-        shape, device, staged = self._inputs.shape, self._inputs.device, self._inputs.staged
-        kv = (self._kv[:, layer, 0], self._kv[:, layer, 1])
-        decode, rows = len(shape.decode_lengths), shape.rows
-        listed, last = device["page_indices"], device["last_page_len"]
-        if decode:
-            pages = (device["decode_indptr"][: decode + 1], device["page_indptr"][: decode + 1], listed, last[:decode])
-            self._decode.run(queries[:decode], kv, pages, out[:decode], self._fa2_tail)
-        if rows > decode:
-            chunks = rows - decode
-            indptr = staged["chunk_indptr"][: chunks + 1]
-            pages = (indptr, device["page_indptr"][decode : rows + 1], listed, last[decode:rows])
-            tail = self._fa3_tail if self._chunks is self._chunks_fa3 else self._fa2_tail
-            self._chunks.run(queries[decode:], kv, pages, out[decode:], tail)
+        step, device = self.plans.current, self._inputs.device
+        decode = 0
+        if step.decode is not None:
+            decode = step.decode.rows
+            self._run(step.decode, layer, _Rows(queries[:decode], out[:decode], device["decode_indptr"], 0))
+        if step.chunks is not None:
+            indptr = self._inputs.staged["chunk_indptr"]
+            self._run(step.chunks, layer, _Rows(queries[decode:], out[decode:], indptr, decode))
+
+    def _run(self, launch: Launch, layer: int, part: _Rows) -> None:
+        device, rows, first = self._inputs.device, launch.rows, part.first
+        keys, values = self._layers[layer]
+        call = PagedCall(
+            q=part.queries,
+            k=keys,
+            v=values,
+            query_indptr=part.query_indptr[: rows + 1],
+            page_indptr=device["page_indptr"][first : first + rows + 1],
+            page_indices=device["page_indices"],
+            last_page_len=device["last_page_len"][first : first + rows],
+            out=part.out,
+            scale=self._scale,
+            causal=True,
+        )
+        run = self._raw.run_fa3 if launch.kernel == "fa3" else self._raw.run_fa2
+        run(self._modules[launch.kernel], self._arena, launch.info, call, False)

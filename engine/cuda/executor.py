@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.cuda.arena import DeviceArena
+from engine.cuda.attention_plan import StepRows
 from engine.cuda.decoder import CudaDecoder, StepAttention
-from engine.cuda.inputs import STAGES, StepInputs
+from engine.cuda.inputs import STAGES, StepInputs, step_rows
 from engine.cuda.sampling import DeviceSampler
 from engine.plan import PlanCapacity, PlanError
 from engine.step import StepPlan, StepResult
@@ -25,8 +26,8 @@ LOGITS_ROWS = 256
 class Attention(StepAttention, Protocol):
     """Attention of a step over the paged cache."""
 
-    def begin(self, inputs: StepInputs) -> None:
-        """Plan the step whose inputs have been written. Raises before anything is launched if it does not fit."""
+    def begin(self, rows: StepRows) -> None:
+        """Plan a step. Raises before anything is written if it does not fit."""
         ...
 
 
@@ -82,11 +83,13 @@ class CudaExecutor:
     def launch(self, plan: StepPlan) -> Launched:
         """Queue `plan`. Raises `PlanError` or `ValueError` before anything is written if it does not fit."""
         self._check(plan)
-        self.inputs.write(plan)
+        rows = step_rows(plan)
+        if plan.tokens:
+            self.parts.attention.begin(rows)
+        self.inputs.write(plan, rows)
         self._turn = (self._turn + 1) % self._tokens.shape[0]
         if plan.tokens:
-            self.parts.attention.begin(self.inputs)
-            tokens = self.inputs.tokens
+            tokens = self.inputs.by_token
             hidden = self.parts.decoder.forward(
                 tokens("token_ids"), tokens("positions"), tokens("slot_mapping"), self.parts.attention
             )

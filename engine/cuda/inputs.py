@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.cuda.attention_plan import StepRows
 from engine.plan import ALIGNMENT, Buffer, DType, PlanCapacity
 from engine.sampling import SamplingRows
 from engine.step import StepPlan
@@ -126,24 +127,11 @@ class Stage:
             self._read.record()
 
 
-class StepShape(NamedTuple):
-    """A step in numbers that the host knows, for the attention plans: int64 arrays."""
-
-    decode_lengths: Array
-    chunk_tokens: Array
-    """Query tokens of each chunk."""
-    chunk_lengths: Array
-    """Tokens in the cache of each chunk's row once the step has run."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of the step."""
-        return len(self.decode_lengths) + len(self.chunk_tokens)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the step."""
-        return len(self.decode_lengths) + int(self.chunk_tokens.sum())
+def step_rows(plan: StepPlan) -> StepRows:
+    """The rows of a plan, as the attention plans want them."""
+    counts = np.array([len(chunk.tokens) for chunk in plan.chunks], np.int64)
+    starts = np.array([chunk.start for chunk in plan.chunks], np.int64)
+    return StepRows(np.array(plan.decode_lengths, np.int64), counts, starts + counts)
 
 
 class SlotSampling:
@@ -190,22 +178,21 @@ class StepInputs:
         self._stages = [(Stage(layout.staged, device), Stage(layout.updates, device)) for _ in range(STAGES)]
         self.sampling = SlotSampling(capacity.max_bucket)
         self._turn = 0
-        self.shape = StepShape(*(np.zeros(0, np.int64),) * 3)
-        self.sampled = 0
+        self.rows = self.tokens = self.sampled = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self._updates_memory.nbytes + self._staged_memory.nbytes + self._device_memory.nbytes
 
-    def write(self, plan: StepPlan) -> None:
-        """Stage the plan, queue its copies and the kernel that derives page lists, positions, slots and token ids."""
+    def write(self, plan: StepPlan, rows: StepRows) -> None:
+        """Stage the plan, whose rows are `rows`, and queue its copies and the kernel that derives the rest."""
         self._turn = (self._turn + 1) % STAGES
         stage, updates = self._stages[self._turn]
         self.sampling.start(plan)
         self._send_updates(updates, plan)
-        self._send_rows(stage, plan)
-        if self.shape.rows:
+        self._send_rows(stage, plan, rows)
+        if self.rows:
             self.derive(len(plan.decode_rows))
 
     def _send_updates(self, stage: Stage, plan: StepPlan) -> None:
@@ -222,23 +209,21 @@ class StepInputs:
         places, numbers = self._updates[:count], self._updates[count : 2 * count]
         self.device["block_table"].view(-1).scatter_(0, places, numbers.int())
 
-    def _send_rows(self, stage: Stage, plan: StepPlan) -> None:
+    def _send_rows(self, stage: Stage, plan: StepPlan, step: StepRows) -> None:
         arrays = stage.open()
         for name, column in self.sampling.columns.items():
             arrays[name][:] = column
         decode, chunks = len(plan.decode_rows), plan.chunks
-        counts = np.array([len(chunk.tokens) for chunk in chunks], np.int64)
-        ends = np.array([chunk.start for chunk in chunks], np.int64) + counts
-        self.shape = StepShape(np.array(plan.decode_lengths, np.int64), counts, ends)
-        rows, tokens = self.shape.rows, self.shape.tokens
+        self.rows, self.tokens = decode + len(chunks), plan.tokens
+        rows, tokens = self.rows, self.tokens
         arrays["row_slots"][:decode] = plan.decode_rows
         arrays["row_slots"][decode:rows] = [chunk.row for chunk in chunks]
         arrays["lengths"][:decode] = plan.decode_lengths
-        arrays["lengths"][decode:rows] = ends
+        arrays["lengths"][decode:rows] = step.chunk_lengths
         arrays["lengths"][rows:] = 0
         arrays["query_indptr"][: decode + 1] = np.arange(decode + 1)
         arrays["chunk_indptr"][0] = 0
-        np.cumsum(counts, out=arrays["chunk_indptr"][1 : len(chunks) + 1])
+        np.cumsum(step.chunk_tokens, out=arrays["chunk_indptr"][1 : len(chunks) + 1])
         arrays["query_indptr"][decode + 1 : rows + 1] = decode + arrays["chunk_indptr"][1 : len(chunks) + 1]
         end = decode
         for chunk in chunks:
@@ -271,14 +256,14 @@ class StepInputs:
             token_ids=device["token_ids"],
             positions=device["positions"],
             slot_mapping=device["slot_mapping"],
-            rows=self.shape.rows,
+            rows=self.rows,
             decode_rows=decode_rows,
             page_size=self._capacity.page_size,
         )
 
-    def tokens(self, name: str) -> Tensor:
+    def by_token(self, name: str) -> Tensor:
         """A per-token buffer (`token_ids`, `positions`, `slot_mapping`), cut to the step."""
-        return self.device[name][: self.shape.tokens]
+        return self.device[name][: self.tokens]
 
     def sampled_rows(self, name: str, begin: int, end: int) -> Tensor:
         """A staged per-sample buffer, cut to the sampled rows `begin` to `end - 1`."""

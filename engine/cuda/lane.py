@@ -4,15 +4,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.config import CoreConfig
 from engine.cuda.arena import DeviceArena
-from engine.cuda.attention import FlashInferAttention, float_workspace_bytes
+from engine.cuda.attention import FlashInferAttention, load_modules
 from engine.cuda.decoder import CudaDecoder, DecoderParts, FusedOps, rope_rows
 from engine.cuda.executor import CudaExecutor, ExecutorParts, reserve_logits
+from engine.cuda.flashinfer_raw import ModuleNeeds
 from engine.cuda.inputs import InputLayout, StepInputs
+from engine.cuda.layout import AttentionCapacity, AttentionLayout
 from engine.memory import MIB, MemoryPlan, MemoryReport
 from engine.messages import Sampling
 from engine.models.config import ModelConfig, load_model_config
@@ -70,7 +73,7 @@ def check_model(model: ModelConfig, dtype: str) -> torch.dtype:
 
 
 @dataclass(slots=True)
-class _Build:
+class CudaBuild:
     """What is on the card before the KV pool is."""
 
     config: CoreConfig
@@ -83,13 +86,15 @@ class _Build:
     activations: DeviceArena
     logits: DeviceArena
     inputs: StepInputs
-    workspace: torch.Tensor
+    plans: AttentionCapacity
+    plan_arena: torch.Tensor
+    modules: dict[str, Any]
     cos_sin: torch.Tensor
 
     def executor(self, kv: torch.Tensor) -> CudaExecutor:
         """An executor over the cache `kv`."""
         parts = DecoderParts(self.model, self.weights, kv, self.activations, FusedOps(), self.cos_sin)
-        attention = FlashInferAttention(self.capacity, kv, self.workspace)
+        attention = FlashInferAttention(self.plans, kv, self.inputs, self.plan_arena, self.modules)
         return CudaExecutor(
             ExecutorParts(self.capacity, kv.shape[0], self.inputs, attention, CudaDecoder(parts), self.logits)
         )
@@ -113,7 +118,7 @@ def create_cuda_lane(
     dtype = check_model(model, config.dtype)
     device = torch.device("cuda", torch.cuda.current_device())
     began = clock()
-    build = _prepare(config, model, dtype, device, _loader(config, model_dir, progress))
+    build = prepare(config, model, dtype, device, _loader(config, model_dir, progress))
     torch.cuda.synchronize()
     loaded = clock()
     free, total = _profile(build)
@@ -146,13 +151,13 @@ def _loader(config: CoreConfig, model_dir: Path, progress: Progress | None) -> L
     return load
 
 
-def _prepare(
+def prepare(
     config: CoreConfig,
     model: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     load: Loader,
-) -> _Build:
+) -> CudaBuild:
     from engine.kernels.step_head import write_step
 
     limit = config.context_limit or model.context_limit
@@ -178,8 +183,9 @@ def _prepare(
     reserve_logits(logits, capacity, model.vocab_size, model.hidden_size, dtype)
     activations.allocate()
     logits.allocate()
-    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    return _Build(
+    card = torch.cuda.get_device_properties(device)
+    plans = AttentionCapacity(capacity, card.multi_processor_count, sm90=card.major == 9, xqa=False)
+    return CudaBuild(
         config,
         model,
         dtype,
@@ -190,12 +196,16 @@ def _prepare(
         activations,
         logits,
         inputs=StepInputs(capacity, device, write_step),
-        workspace=torch.zeros(float_workspace_bytes(capacity, sm_count), dtype=torch.uint8, device=device),
+        plans=plans,
+        plan_arena=torch.zeros(AttentionLayout(plans).nbytes, dtype=torch.uint8, device=device),
+        modules=load_modules(
+            ModuleNeeds(model.head_dim, model.group, geometry.page_size, name, sm90=plans.sm90, xqa=plans.xqa)
+        ),
         cos_sin=rope_rows(model, capacity.max_context, device),
     )
 
 
-def _profile(build: _Build) -> tuple[int, int]:
+def _profile(build: CudaBuild) -> tuple[int, int]:
     """Free and total bytes of the card after the largest step has run, with what it takes still held."""
     torch.cuda.empty_cache()
     executor = build.executor(build.cache(_SCRATCH_PAGES))
@@ -221,22 +231,22 @@ def _decode_all(rows: int) -> StepPlan:
     return StepPlan(1, starts, [], list(range(rows)), [2] * rows, [])
 
 
-def _planned(build: _Build, budget: KvBudget) -> MemoryPlan:
+def _planned(build: CudaBuild, budget: KvBudget) -> MemoryPlan:
     return MemoryPlan(
         weights=weight_bytes(build.model, build.dtype),
         rope_table=build.capacity.max_context * build.model.head_dim * 4,
-        plan_arena=InputLayout(build.capacity).nbytes + build.workspace.nbytes,
+        plan_arena=InputLayout(build.capacity).nbytes + AttentionLayout(build.plans).nbytes,
         activations=build.activations.nbytes,
         logits=build.logits.nbytes,
         kv_pool=budget.bytes,
     )
 
 
-def _measure(build: _Build, kv: torch.Tensor) -> MemoryPlan:
+def _measure(build: CudaBuild, kv: torch.Tensor) -> MemoryPlan:
     return MemoryPlan(
         weights=build.weights.nbytes,
         rope_table=build.cos_sin.nbytes,
-        plan_arena=build.inputs.nbytes + build.workspace.nbytes,
+        plan_arena=build.inputs.nbytes + build.plan_arena.nbytes,
         activations=build.activations.nbytes,
         logits=build.logits.nbytes,
         kv_pool=kv.nbytes,

@@ -1,0 +1,85 @@
+"""Random weights of real shapes that behave: logits of a few nats of entropy, attention far from uniform.
+
+Scales: attention scores get a standard deviation of about 3, so that a query's entropy is well under half of a uniform
+one's. Each layer adds a quarter of the embedding's size to the residual stream, so that rounding errors do not grow
+from layer to layer. The final norm has random signs: with a tied head, the last token would otherwise repeat itself.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+from engine.models.shapes import weight_shapes
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-tiny": {"hidden_size": 512, "intermediate_size": 1536, "layers": 3, "heads": 16, "tied": True,
+                   "vocab": 32000},
+    "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "layers": 36, "heads": 32, "tied": True},
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "layers": 36, "heads": 32, "tied": False},
+    "qwen3-14b": {"hidden_size": 5120, "intermediate_size": 17408, "layers": 40, "heads": 40, "tied": False},
+    "group6-256": {"hidden_size": 1536, "intermediate_size": 4096, "layers": 4, "heads": 24, "tied": True,
+                   "kv_heads": 4, "head_dim": 256},
+    "group5-128": {"hidden_size": 1536, "intermediate_size": 4096, "layers": 4, "heads": 40, "tied": True},
+}  # fmt: skip
+_EMBEDDING_STD = 0.08
+_LAYER_SHARE = 0.25
+_NORM_GAIN = 1.7
+
+
+def write_config(name: str, directory: Path) -> Path:
+    """config.json of a shape, in `directory`."""
+    shape = SHAPES[name]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": shape.get("vocab", 151936),
+        "hidden_size": shape["hidden_size"],
+        "intermediate_size": shape["intermediate_size"],
+        "num_hidden_layers": shape["layers"],
+        "num_attention_heads": shape["heads"],
+        "num_key_value_heads": shape.get("kv_heads", 8),
+        "head_dim": shape.get("head_dim", 128),
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": shape["tied"],
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 0,
+        "bos_token_id": None,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def shaped_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    """bfloat16 weights on the GPU, by their names in a checkpoint."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    def spread(*shape: int) -> Tensor:
+        return 0.6 + 0.8 * torch.rand(*shape, device="cuda", generator=generator)
+
+    weights = {}
+    for name, shape in weight_shapes(config).items():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            value = _NORM_GAIN * spread(*shape)
+        elif name == "model.norm.weight":
+            value = spread(*shape) * random(*shape).sign()
+        elif len(shape) == 1:
+            value = spread(*shape)
+        elif "embed_tokens" in name or "lm_head" in name:
+            value = random(*shape) * _EMBEDDING_STD
+        elif "o_proj" in name or "down_proj" in name:
+            value = random(*shape) * (2 * _LAYER_SHARE * _EMBEDDING_STD * shape[1] ** -0.5)
+        else:
+            value = random(*shape) * shape[1] ** -0.5
+        weights[name] = value.to(torch.bfloat16)
+    return weights
