@@ -66,8 +66,8 @@ def chunk_budget(costs: StepCosts, limits: ChunkLimits, rows: int) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if costs.of(rows, middle) <= allowed else (low, middle - 1)
-    tokens = max(low, limits.min_chunk_tokens)
-    return min(room, max(tokens - tokens % limits.page_size, limits.page_size))
+    least = -(-limits.min_chunk_tokens // limits.page_size) * limits.page_size
+    return min(room, max(low - low % limits.page_size, least))
 
 
 def chunk_budgets(costs: StepCosts, limits: ChunkLimits, max_bucket: int) -> tuple[int, ...]:

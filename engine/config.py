@@ -79,7 +79,7 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         ),
     ] = 2
     priority_aging_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
+        Annotated[float, Meta(ge=0.001)] | None,
         Meta(description="Seconds in which a waiting request rises by one priority class; null for never."),
     ] = 30.0
     max_bypass: Annotated[

@@ -31,6 +31,7 @@ class Lane:
         self.last_step = clock()
         self._handles: deque[object] = deque()
         self._failed_in_a_row = 0
+        self._launch_failed = False
 
     @property
     def idle(self) -> bool:
@@ -42,25 +43,40 @@ class Lane:
         (or if there was nothing to launch). Returns everything that the requests' owners must be told.
         """
         began = self.clock()
-        plan = self.scheduler.plan(began)
-        if plan is not None:
-            try:
-                self._handles.append(self.executor.launch(plan))
-            except Exception as error:
-                self._handles.append(error)
-        if not self._handles:
-            self.last_step = began
+        if self.scheduler.idle:
+            self.last_step = began  # only time with work counts
+        launched = not self._launch_failed and self._launch(began)
+        if launched and len(self._handles) < self.scheduler.config.max_in_flight:
+            effects = self.scheduler.take_effects()
+        elif self._handles:
+            effects = self._resolve(self._handles.popleft())
+            self.last_step = self.clock()
+        else:
             return self.scheduler.take_effects()
-        if plan is not None and len(self._handles) < self.scheduler.config.max_in_flight:
-            return self.scheduler.take_effects()
-        effects = self._resolve(self._handles.popleft())
-        self.last_step = self.clock()
-        self.step_seconds += self.last_step - began
+        self.step_seconds += self.clock() - began
         return effects
+
+    def _launch(self, now: float) -> bool:
+        """Launch the next step, if one can be planned.
+
+        The device never hears of a step whose launch fails: its row starts and table updates are lost. So nothing is
+        launched behind it until it has resolved and its requests are gone; a later step of theirs would write through a
+        stale table.
+        """
+        plan = self.scheduler.plan(now)
+        if plan is None:
+            return False
+        try:
+            self._handles.append(self.executor.launch(plan))
+        except Exception as error:
+            self._handles.append(error)
+            self._launch_failed = True
+        return True
 
     def _resolve(self, handle: object) -> Effects:
         try:
             if isinstance(handle, Exception):
+                self._launch_failed = False
                 raise handle
             result = self.executor.collect(handle)
         except Exception as error:

@@ -1,6 +1,7 @@
 """The waiting requests of a lane: priority classes, first come first served within a class, ageing between classes."""
 
 import heapq
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
@@ -9,16 +10,18 @@ from engine.request import Request
 
 
 class WaitingQueue:
-    """Requests that wait for a row. Every operation costs the same however many wait.
+    """Requests that wait for a row. The cost of an operation does not grow with their number.
 
     A request's rank is its class plus one for every `aging_s` seconds since its arrival, so that a low class waits
-    longer but not for ever. Within a class ranks fall from head to tail, which makes the next request the best of at
-    most 33 heads.
+    longer but not for ever. Within a class requests stand in the order of their submission, and so of their rank; a
+    preempted one returns to the place that it had.
     """
 
     def __init__(self, aging_s: float | None) -> None:
         self._aging_s = aging_s
-        self._classes: dict[int, OrderedDict[int, Request]] = {}
+        self._fresh: dict[int, OrderedDict[int, Request]] = {}
+        # Preempted requests, by submission; never more than there are rows.
+        self._returned: dict[int, list[Request]] = {}
         self._length = 0
 
     def __len__(self) -> int:
@@ -26,54 +29,54 @@ class WaitingQueue:
 
     def append(self, request: Request) -> None:
         """Queue a new request at the tail of its class."""
-        self._queue(request)[request.key] = request
+        self._fresh.setdefault(request.priority_class, OrderedDict())[request.key] = request
         self._length += 1
 
-    def return_to_head(self, request: Request) -> None:
-        """Queue a preempted request at the head of its class."""
-        queue = self._queue(request)
-        queue[request.key] = request
-        queue.move_to_end(request.key, last=False)
+    def put_back(self, request: Request) -> None:
+        """Queue a preempted request ahead of all that were submitted after it."""
+        insort(self._returned.setdefault(request.priority_class, []), request, key=lambda other: other.order)
         self._length += 1
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
-        del self._classes[request.priority_class][request.key]
+        if request.preemptions:
+            self._returned[request.priority_class].remove(request)
+        else:
+            del self._fresh[request.priority_class][request.key]
         self._length -= 1
 
     def first(self, count: int, now: float) -> list[Request]:
         """The next `count` requests in the order in which they should be admitted."""
-        heads = [self._ranked(queue, now) for queue in self._classes.values() if queue]
-        if len(heads) == 1:
-            return [request for _, request in islice(heads[0], count)]
-        return [request for _, request in islice(heapq.merge(*heads, key=lambda pair: pair[0]), count)]
+        ranked = [self._ranked(queue, now) for queue in self._queues()]
+        if len(ranked) == 1:
+            return [request for _, request in islice(ranked[0], count)]
+        return [request for _, request in islice(heapq.merge(*ranked, key=lambda pair: pair[0]), count)]
 
     def oldest_arrival(self) -> float | None:
         """Arrival time of the request that has waited longest, None if none waits."""
-        heads = [next(iter(queue.values())) for queue in self._classes.values() if queue]
-        return min((request.arrival for request in heads), default=None)
+        return min((next(queue).arrival for queue in self._queues()), default=None)
 
     def late(self, deadline: float) -> list[Request]:
-        """Requests that arrived before `deadline` and have never run, in no promised order."""
+        """Requests that arrived before `deadline` and have never run, class by class."""
         found = []
-        for queue in self._classes.values():
+        for queue in self._fresh.values():
             for request in queue.values():
-                if request.preemptions:
-                    continue
                 if request.arrival >= deadline:
                     break
                 found.append(request)
         return found
 
     def __iter__(self) -> Iterator[Request]:
-        """All waiting requests, class by class. Walks the queue: for tests."""
-        for queue in self._classes.values():
-            yield from queue.values()
+        """All waiting requests, in no promised order. Walks the queue: for tests."""
+        for queue in self._queues():
+            yield from queue
 
-    def _queue(self, request: Request) -> OrderedDict[int, Request]:
-        return self._classes.setdefault(request.priority_class, OrderedDict())
+    def _queues(self) -> list[Iterator[Request]]:
+        """Every queue that is not empty, each in the order of submission."""
+        fresh = [iter(queue.values()) for queue in self._fresh.values() if queue]
+        return fresh + [iter(queue) for queue in self._returned.values() if queue]
 
-    def _ranked(self, queue: OrderedDict[int, Request], now: float) -> Iterator[tuple[tuple[int, int], Request]]:
-        for request in queue.values():
+    def _ranked(self, queue: Iterator[Request], now: float) -> Iterator[tuple[tuple[int, int], Request]]:
+        for request in queue:
             risen = int((now - request.arrival) / self._aging_s) if self._aging_s else 0
             yield (-request.priority_class - risen, request.order), request

@@ -67,6 +67,8 @@ class Request:
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache at the first admission."""
     preemptions: int = 0
+    lost: int = 0
+    """Tokens whose KV was written when it was last preempted; what the cache still has of them is found again."""
     bypassed: int = 0
     """Requests behind this one that were admitted while it did not fit."""
     blocked_in: tuple[int, int, int, bool] | None = None

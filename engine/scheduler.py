@@ -246,7 +246,7 @@ class Scheduler:
 
     def _count_admission(self, request: Request) -> None:
         if request.preemptions:
-            self.counters.recomputed_tokens += request.target - request.planned
+            self.counters.recomputed_tokens += max(0, min(request.lost, request.target) - request.planned)
         else:
             request.cached_tokens = request.planned
             self.counters.prompt_tokens += request.prompt_tokens
@@ -308,7 +308,7 @@ class Scheduler:
             self._release(request)
 
     def _release(self, request: Request) -> None:
-        """Return row and pages of a drained request; a preempted one goes back to the head of the queue."""
+        """Return row and pages of a drained request; a preempted one goes back to its place in the queue."""
         self.tables.clear(request.row)
         self.rows.leave(request)
         self.pool.release(request.pages)
@@ -318,9 +318,10 @@ class Scheduler:
             del self._live[request.key]
             return
         request.state = State.WAITING
+        request.lost = request.written
         request.planned = request.written = request.sealed = 0
         request.outputs_planned = request.outputs
-        self.waiting.return_to_head(request)
+        self.waiting.put_back(request)
 
     # Phase two
 

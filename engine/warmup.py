@@ -12,6 +12,8 @@ from kv.table import TableUpdate
 REPEATS = 3
 CHUNK_TOKENS = (64, 256, 1024, 4096)
 """Chunk sizes to measure, as far as a step holds them."""
+CONTEXT_TOKENS = 1024
+"""Context of the measured decode rows, as far as the lane serves it. Rows with much longer contexts take longer."""
 SCRATCH_PAGE = 1
 """All measured rows lie on this one page, so that the measurement needs no memory that grows with the page size."""
 
@@ -27,40 +29,40 @@ def measure_step_costs(
     rows = tuple(sorted({0, min(1, decode_rows), decode_rows // 2, decode_rows}))
     room = min(config.max_step_tokens - decode_rows, servable_length)
     tokens = (0, *sorted({min(size, room) for size in CHUNK_TOKENS} - {0}))
-    _start_rows(executor, config, decode_rows)
-    seconds = [[_time(executor, config, count, size, clock) for size in tokens] for count in rows]
-    seconds[0][0] = 0.0  # a step of nothing is never made
+    length = min(CONTEXT_TOKENS, servable_length)
+    _start_rows(executor, config, decode_rows, length)
+    seconds = [[_time(executor, _plan(config, count, length, size), clock) for size in tokens] for count in rows]
     return StepCosts(rows, tokens, tuple(tuple(line) for line in seconds))
 
 
-def _start_rows(executor: Executor, config: CoreConfig, rows: int) -> None:
-    """Give every decode row a first token by a prompt of one token."""
+def _start_rows(executor: Executor, config: CoreConfig, rows: int, length: int) -> None:
+    """Give every decode row a first token by a prompt of one token, and a page list of `length` tokens."""
     if not rows:
         return
     starts = [RowStart(row, Sampling()) for row in range(rows)]
-    table = [TableUpdate(row, 0, SCRATCH_PAGE) for row in range(rows)]
+    pages = -(-length // config.kv_page_size)
+    table = [TableUpdate(row, index, SCRATCH_PAGE) for row in range(rows) for index in range(pages)]
     chunks = [Chunk(row, 0, [0], True) for row in range(rows)]
     executor.collect(executor.launch(StepPlan(0, starts, table, [], [], chunks)))
 
 
-def _time(executor: Executor, config: CoreConfig, rows: int, tokens: int, clock: Callable[[], float]) -> float:
-    if not rows and not tokens:
+def _time(executor: Executor, plan: StepPlan, clock: Callable[[], float]) -> float:
+    if not plan.tokens:
         return 0.0
     times = []
     for _ in range(REPEATS + 1):
-        plan = _plan(config, rows, tokens)
         began = clock()
         executor.collect(executor.launch(plan))
         times.append(clock() - began)
     return statistics.median(times[1:])  # the first one may allocate
 
 
-def _plan(config: CoreConfig, rows: int, tokens: int) -> StepPlan:
-    """`rows` decode rows at position 1 and one chunk of `tokens` tokens on the last row slot."""
+def _plan(config: CoreConfig, rows: int, length: int, tokens: int) -> StepPlan:
+    """`rows` decode rows of `length` tokens, and on the last row the first `tokens` tokens of a prompt."""
     last = config.max_bucket - 1
     if not tokens:
-        return StepPlan(0, [], [], list(range(rows)), [2] * rows, [])
+        return StepPlan(0, [], [], list(range(rows)), [length] * rows, [])
     pages = -(-tokens // config.kv_page_size)
     table = [TableUpdate(last, index, SCRATCH_PAGE) for index in range(pages)]
     chunk = Chunk(last, 0, [0] * tokens, True)
-    return StepPlan(0, [RowStart(last, Sampling())], table, list(range(rows)), [2] * rows, [chunk])
+    return StepPlan(0, [RowStart(last, Sampling())], table, list(range(rows)), [length] * rows, [chunk])

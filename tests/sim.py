@@ -50,36 +50,28 @@ class SimExecutor:
         self.last_token: list[int | None] = [None] * max_bucket
         self.launched: list[StepPlan] = []
         self.fail_steps: set[int] = set()
-        self.lost_rows: set[int] = set()
-        """Rows of a failed step: what later steps compute for them is rubbish until the row starts anew."""
 
     def launch(self, plan: StepPlan) -> StepResult:
-        """Write the step's KV, then sample every row that asks for it."""
+        """Write the step's KV, then sample every row that asks for it. A planted failure loses the step."""
         self.launched.append(plan)
         if plan.number in self.fail_steps:
-            self.lost_rows.update(plan.decode_rows, (chunk.row for chunk in plan.chunks))
             raise MemoryError(f"planted failure of step {plan.number}")
         for start in plan.starts:
             self.last_token[start.row] = None
-            self.lost_rows.discard(start.row)
             self.table[start.row].clear()
         for row, index, page in plan.table:
             self.table[row][index] = page
         tokens = []
         for row, length in zip(plan.decode_rows, plan.decode_lengths, strict=True):
-            if row in self.lost_rows:
-                tokens.append(0)
-                continue
             token = self.last_token[row]
             assert token is not None, f"row {row} decodes before it has sampled"
             self._write(row, length - 1, token)
             tokens.append(self._sample(row, length))
         for chunk in plan.chunks:
-            lost = chunk.row in self.lost_rows
-            for offset, token in enumerate(() if lost else chunk.tokens):
+            for offset, token in enumerate(chunk.tokens):
                 self._write(chunk.row, chunk.start + offset, token)
             if chunk.samples:
-                tokens.append(0 if lost else self._sample(chunk.row, chunk.start + len(chunk.tokens)))
+                tokens.append(self._sample(chunk.row, chunk.start + len(chunk.tokens)))
         return StepResult(tokens)
 
     def collect(self, handle: object) -> StepResult:
@@ -215,7 +207,8 @@ class SimLane:
         """What a lane does: launch ahead as far as the lag allows, then resolve. False if idle."""
         self.trace.append(["turn"])
         self.now += 1.0
-        planned = self.plan()
+        failed = any(isinstance(result, Exception) for result in self.results)
+        planned = not failed and self.plan()  # see Lane: nothing is launched behind a step that the device never got
         if planned and len(self.results) < self.config.max_in_flight:
             return True
         return self.resolve() or planned

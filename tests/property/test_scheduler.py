@@ -38,13 +38,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "priority_aging_s": st.sampled_from([None, 1.0, 20.0]),
                 "max_bypass": st.integers(0, 3),
                 "lookahead": st.sampled_from([1, 2, 64]),
+                "max_queue_s": st.sampled_from([None, 3.0, 30.0]),
             }
         ),
         usable_pages=st.integers(2, 50),
         extra_step_tokens=st.sampled_from([0, 1, 7, 16, 64, 1000]),
+        budget=st.sampled_from([0, 1, 16, 48]),
     )
-    def build(self, limits, usable_pages, extra_step_tokens):
+    def build(self, limits, usable_pages, extra_step_tokens, budget):
         self.limit = min(usable_pages * PAGE_SIZE, 200)
+        rows = limits["max_bucket"]
+        if budget:
+            limits = limits | {"chunk_budgets": (rows + extra_step_tokens, *[min(budget, extra_step_tokens)] * rows)}
         config = SchedulerConfig(
             page_size=PAGE_SIZE,
             servable_length=self.limit,

@@ -33,6 +33,10 @@ def test_a_slow_lane_may_always_take_two_and_a_half_decode_steps():
     assert chunk_budget(COSTS, limits(itl_ms=1.0, minimum=1), 64) == 304  # 0.020 s = 0.008 + 0.012, and 307 tokens fit
 
 
+def test_min_chunk_is_kept_where_pages_are_larger():
+    assert chunk_budget(COSTS, limits(itl_ms=0.001, minimum=100, page=64), 16) == 128
+
+
 def test_min_chunk_is_a_floor_and_the_step_a_ceiling():
     assert chunk_budget(COSTS, limits(itl_ms=1.0, minimum=512), 16) == 512
     assert chunk_budget(COSTS, limits(itl_ms=1e6, step=80), 16) == 64

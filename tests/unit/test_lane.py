@@ -140,6 +140,64 @@ def test_a_failing_step_is_told_to_its_requests_and_three_in_a_row_break_the_lan
         owner.run()
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_step_that_fails_to_launch_harms_no_cached_page(model, monkeypatch, lag):
+    """The device never hears of the lost step's table: nothing may be launched through the stale one."""
+    directory, references = model
+    built = build(directory, pipeline_depth=lag, max_bucket=2)
+    owner = Owner(built.lane)
+    owner.submit(references[-1].prompt)
+    owner.run()
+    launch, failures = built.lane.executor.launch, iter([True])
+
+    def fail_once(plan):
+        if plan.starts and next(failures, False):
+            raise MemoryError("planted")
+        return launch(plan)
+
+    monkeypatch.setattr(built.lane.executor, "launch", fail_once)
+    lost = owner.submit([11] * 150)
+    owner.run()
+    assert owner.finished[lost].reason == "error"
+    warm = owner.submit(references[-1].prompt)
+    owner.run()
+    assert owner.finished[warm].cached_tokens > 0
+    assert_same_text(owner.tokens[warm], references[-1])
+
+
+def test_a_lane_that_makes_no_steps_shows_its_age(model, monkeypatch):
+    directory, references = model
+    built = build(directory)
+    now = [100.0]
+    lane = Lane(built.lane.scheduler, built.lane.executor, lambda: now[0])
+    lane.advance()
+    Owner(lane).submit(references[0].prompt)
+    monkeypatch.setattr(lane.scheduler, "plan", lambda now: None)
+    now[0] += 500.0
+    lane.advance()
+    assert now[0] - lane.last_step == 500.0
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_step_seconds_count_whatever_part_of_a_step_takes_the_time(model, lag):
+    directory, references = model
+    built = build(directory, pipeline_depth=lag)
+    now = [0.0]
+
+    class Slow:
+        def launch(self, plan):
+            now[0] += 0.1
+            return built.lane.executor.launch(plan)
+
+        collect = built.lane.executor.collect
+
+    lane = Lane(built.lane.scheduler, Slow(), lambda: now[0])
+    owner = Owner(lane)
+    owner.submit(references[0].prompt, max_tokens=5)
+    owner.run()
+    assert lane.step_seconds == pytest.approx(0.5)
+
+
 def test_token_ids_cross_as_little_endian_int32():
     assert array("i", [1, -2]).tobytes() == pack_tokens([1, -2])
 

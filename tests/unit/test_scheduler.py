@@ -3,6 +3,8 @@
 import pytest
 
 from engine.messages import Sampling, Submit
+from engine.queue import WaitingQueue
+from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.scheduling import SchedulerConfig
 from engine.step import StepResult
@@ -298,6 +300,35 @@ def test_chunks_keep_to_the_budget_of_the_active_rows():
     lane.run()
     beside = [sum(len(c.tokens) for c in plan.chunks) for plan in lane.executor.launched if plan.decode_rows]
     assert max(beside) == 16
+
+
+def test_a_preempted_request_returns_to_its_place_and_the_oldest_counts_as_such():
+    queue = WaitingQueue(aging_s=10.0)
+    requests = []
+    for order, arrival in enumerate((0.0, 5.0, 6.0)):
+        request = Request.from_submit(
+            Submit(order, "r", b"\1\0\0\0", b"", 1, (), Sampling()), digest_size=16, arrival=arrival, order=order
+        )
+        requests.append(request)
+        queue.append(request)
+    queue.remove(requests[1])  # it passed the first one, and comes back
+    requests[1].preemptions = 1
+    queue.put_back(requests[1])
+    assert queue.oldest_arrival() == 0.0
+    assert queue.first(3, now=100.0) == requests
+    queue.remove(requests[1])
+    assert queue.first(3, now=100.0) == [requests[0], requests[2]]
+    assert len(queue) == 2
+
+
+def test_only_tokens_that_were_computed_before_count_as_recomputed():
+    lane = SimLane(config(max_bucket=2, max_chunk_tokens=16), 20)
+    lane.submit(Job(prompt(100), 2))
+    lane.turn()
+    lane.scheduler._preempt(lane.scheduler.rows.prefilling[0])  # 16 of 100 tokens are written, and sealed
+    lane.pool.release(lane.pool.allocate(lane.pool.available).pages)  # evicts everything
+    lane.run()
+    assert lane.scheduler.counters.recomputed_tokens == 16
 
 
 def test_padding_is_counted_beside_the_tokens_that_were_asked_for():
