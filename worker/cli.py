@@ -1,4 +1,4 @@
-"""The console script `pagelane`: a worker, a whole stack on this machine, or the import of a model."""
+"""The console script `pagelane`: a worker, a whole stack on this machine, the import of a model, modules ahead."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ USAGE = """usage: pagelane COMMAND ...
   pagelane up --config FILE [...]        a Dynamo frontend and workers on this machine
   pagelane worker --model DIR [...]      one worker, to run behind a frontend of your own
   pagelane import MODEL.gguf DIR         make a model directory of a GGUF file
+  pagelane prebuild --config FILE [...]  compile a worker's GPU modules ahead, without a GPU
 
 pagelane up --help and pagelane worker --help list all settings."""
 
@@ -16,7 +17,12 @@ pagelane up --help and pagelane worker --help list all settings."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code: 0, 1 for a failure, 2 for a command line that cannot be used."""
     words = list(sys.argv[1:] if argv is None else argv)
-    commands: dict[str, Callable[[list[str]], int]] = {"up": _up, "worker": _worker, "import": _import}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "up": _up,
+        "worker": _worker,
+        "import": _import,
+        "prebuild": _prebuild,
+    }
     if words and words[0] in commands:
         return commands[words[0]](words[1:])
     if words and words[0] in ("-h", "--help"):
@@ -36,6 +42,12 @@ def _worker(argv: list[str]) -> int:
     from worker.serve import main as serve
 
     return serve(argv)
+
+
+def _prebuild(argv: list[str]) -> int:
+    from worker.prebuild import main as prebuild
+
+    return prebuild(argv)
 
 
 def _import(argv: list[str]) -> int:

@@ -8,10 +8,10 @@ csrc/batch_prefill_sm90.cu, csrc/flashinfer_xqa_binding.cu, flashinfer/jit/atten
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.cuda.fa3 import Fa3Size
-from engine.cuda.planner import Fa2Size
+from engine.cuda.planner import AttentionShape, Fa2Size
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -73,6 +73,22 @@ class ModuleNeeds:
     xqa: bool
 
 
+class Workspaces(NamedTuple):
+    """What FlashInfer's own planner works with: uint8 tensors, two on the device and one pinned."""
+
+    floats: "Tensor"
+    ints: "Tensor"
+    pinned: "Tensor"
+
+
+class HostRows(NamedTuple):
+    """Rows as FlashInfer's own planner takes them: int32 tensors on the host."""
+
+    query_indptr: "Tensor"
+    page_indptr: "Tensor"
+    lengths: "Tensor"
+
+
 @dataclass(frozen=True, slots=True)
 class Signatures:
     """One version's signatures. Offsets are bytes by buffer name, in the arena that is passed as workspace."""
@@ -80,6 +96,7 @@ class Signatures:
     version: str
     fa2_info: Callable[[Fa2Size, str, Mapping[str, int]], list[int]]
     fa3_info: Callable[[Fa3Size, Mapping[str, int]], list[int]]
+    plan_fa2: Callable[[Any, Workspaces, HostRows, AttentionShape, int | None], list[int]]
     run_fa2: Callable[[Any, "Tensor", list[int], PagedCall, bool], None]
     run_fa3: Callable[[Any, "Tensor", list[int], PagedCall, bool], None]
     run_xqa: Callable[[Any, XqaCall, int, bool], None]
@@ -128,6 +145,21 @@ def _fa3_info(size: Fa3Size, offsets: Mapping[str, int]) -> list[int]:
         "batch_indices",
     )
     return [*(offsets[f"fa3_{name}"] for name in order), int(size.same_schedule)]
+
+
+def _plan_fa2(
+    module: Any, workspaces: Workspaces, rows: HostRows, shape: AttentionShape, chunk_pages: int | None
+) -> list[int]:
+    """FlashInfer's own eager plan with KV chunks of `chunk_pages` pages, or whole rows; its arrays are in `pinned`."""
+    heads = (shape.heads, shape.kv_heads, shape.page_size)
+    graph, causal, colocated_ctas, uniform_queries = False, True, 0, 0
+    split = (-1 if chunk_pages is None else chunk_pages, chunk_pages is None)
+    return list(
+        module.plan(
+            *(*workspaces, *rows, int(rows.query_indptr[-1]), len(rows.lengths), *heads, graph),
+            *(shape.head_dim, shape.head_dim, causal, NO_WINDOW, *split, colocated_ctas, uniform_queries),
+        )
+    )
 
 
 def _paged(arena: "Tensor", info: list[int], call: PagedCall, pdl: bool) -> list[Any]:
@@ -194,6 +226,7 @@ SUPPORTED = {
         version="0.6.18.post1",
         fa2_info=_fa2_info,
         fa3_info=_fa3_info,
+        plan_fa2=_plan_fa2,
         run_fa2=_run_fa2,
         run_fa3=_run_fa3,
         run_xqa=_run_xqa,

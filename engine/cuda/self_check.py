@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.cuda.flashinfer_raw import NO_WINDOW, FlashInferError
+from engine.cuda.flashinfer_raw import FlashInferError, HostRows, Signatures, Workspaces
 from engine.cuda.planner import Array, AttentionShape, Fa2Buffers, Fa2Size, fill_fa2, size_fa2, tile_q_for
 from engine.cuda.policy import decode_chunk_pages
 
@@ -19,7 +19,7 @@ _CASES: tuple[tuple[list[int], list[int]], ...] = (
 """Query tokens and lengths of rows."""
 
 
-def check_planner(fa2: Any, shape: AttentionShape) -> int:
+def check_planner(raw: Signatures, fa2: Any, shape: AttentionShape) -> int:
     """Compare plans, whole and split, on a few shapes; returns how many. `fa2` is FlashInfer's module, loaded.
 
     FlashInfer plans on the host into pinned memory, where its answer is read. Raises `FlashInferError` at the first
@@ -37,29 +37,22 @@ def check_planner(fa2: Any, shape: AttentionShape) -> int:
             # FlashInfer reserves float32 partial results of whole tiles, and their sums.
             partial_bytes = 4 * shape.heads * size.tiles * tile_q * (shape.head_dim + 1) + 64
             floats = torch.empty(partial_bytes, dtype=torch.uint8, device="cuda")
-            arguments = _plan_arguments(queries, pages, lengths, shape, chunk_pages)
-            info = list(fa2.plan(floats, device, pinned, *arguments))
+            host, spaces = _host_rows(queries, pages, lengths), Workspaces(floats, device, pinned)
+            info = raw.plan_fa2(fa2, spaces, host, shape, chunk_pages)
             torch.cuda.synchronize()
             _compare(info, pinned.numpy(), size, shape.page_size)
             count += 1
     return count
 
 
-def _plan_arguments(
-    queries: Array, pages: Array, lengths: Array, shape: AttentionShape, chunk_pages: int | None
-) -> list[Any]:
+def _host_rows(queries: Array, pages: Array, lengths: Array) -> HostRows:
     def ints(values: Array) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int32))
 
     def indptr(counts: Array) -> torch.Tensor:
         return ints(np.concatenate(([0], np.cumsum(counts))))
 
-    return [
-        *(indptr(queries), indptr(pages), ints(lengths), int(queries.sum()), len(queries)),
-        *(shape.heads, shape.kv_heads, shape.page_size, False, shape.head_dim, shape.head_dim, True, NO_WINDOW),
-        # split size in pages, no split, CTAs beside it, queries of every row
-        *(-1 if chunk_pages is None else chunk_pages, chunk_pages is None, 0, 0),
-    ]
+    return HostRows(indptr(queries), indptr(pages), ints(lengths))
 
 
 def _compare(info: list[int], theirs: Array, size: Fa2Size, page_size: int) -> None:

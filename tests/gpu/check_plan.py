@@ -166,7 +166,7 @@ STEPS = {
 
 def check_equal(results: Results, args: argparse.Namespace) -> None:
     for capacity in shapes(args.head_dim):
-        count = check_planner(modules(capacity, torch.bfloat16)["fa2"], capacity.shape)
+        count = check_planner(signatures(installed_version()), modules(capacity, torch.bfloat16)["fa2"], capacity.shape)
         results.emit("equal", **facts(capacity), plans=count, ok=True)
 
 

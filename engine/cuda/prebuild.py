@@ -1,0 +1,122 @@
+"""Compiles the FlashInfer modules of a lane ahead of its start, on a machine with a CUDA toolkit but no GPU."""
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import CoreConfig
+from engine.cuda.flashinfer_raw import ModuleNeeds, installed_version, signatures
+from engine.cuda.policy import XQA_GROUPS
+from engine.models.config import ModelConfig, load_model_config
+from engine.models.resolve import resolve_model
+
+DTYPES = ("bfloat16", "float16")
+_ARCH = re.compile(r"([1-9]\d*)\.\d[af]?")
+
+
+class PrebuildError(ValueError):
+    """Nothing can be compiled here; one line for the operator that says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrebuildConfig:
+    """What to compile for, and where to put it."""
+
+    core: CoreConfig
+    arch: str
+    """CUDA architecture as nvcc names it, such as 9.0a for an H100 or H200."""
+    out: Path | None
+    """Folder for the modules; None is the one where the installed FlashInfer looks for prebuilt modules."""
+
+
+def find_nvcc(environ: Mapping[str, str]) -> Path:
+    """The compiler: of CUDA_HOME, else on the PATH. Raises `PrebuildError`."""
+    home = environ.get("CUDA_HOME")
+    found = shutil.which("nvcc", path=str(Path(home) / "bin") if home else environ.get("PATH", ""))
+    if found is None:
+        place = f"CUDA_HOME ({home}) has no bin/nvcc" if home else "nvcc is not on the PATH"
+        raise PrebuildError(f"{place}: install the CUDA toolkit, or set CUDA_HOME to it; no GPU is needed")
+    return Path(found)
+
+
+def needs_of(model: ModelConfig, core: CoreConfig, arch: str) -> ModuleNeeds:
+    """The modules that the lane of a model needs on cards of an architecture. Raises `PrebuildError`."""
+    match = _ARCH.fullmatch(arch)
+    if match is None:
+        raise PrebuildError(
+            f"arch is {arch!r}, but must be one architecture as nvcc names it, such as 8.0, 9.0a or 12.0f"
+        )
+    dtype = model.dtype if core.dtype == "auto" else core.dtype
+    if dtype not in DTYPES:
+        raise PrebuildError(f"dtype is {dtype}, but the CUDA lane computes in {' or '.join(DTYPES)}: set dtype")
+    hopper, group = match[1] == "9", model.heads // model.kv_heads
+    xqa = hopper and group in XQA_GROUPS.get(model.head_dim, ())
+    return ModuleNeeds(model.head_dim, group, core.kv_page_size, dtype, sm90=hopper, xqa=xqa)
+
+
+def prebuild(
+    config: PrebuildConfig,
+    environ: MutableMapping[str, str],
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Path]:
+    """Compile what is not there yet; returns the modules, laid out as FlashInfer's prebuilt ones.
+
+    Sets FLASHINFER_CUDA_ARCH_LIST in `environ`, the process's own: FlashInfer reads it when it is first imported.
+    Raises `PrebuildError`, `FlashInferError` or `ModelError` before anything is compiled.
+    """
+    raw = signatures(installed_version())
+    find_nvcc(environ)
+    needs = needs_of(load_model_config(_model_dir(config.core.model)), config.core, config.arch)
+    environ["FLASHINFER_CUDA_ARCH_LIST"] = config.arch
+    specs = raw.specs(needs)
+    out = config.out if config.out is not None else prebuilt_folder()
+    say(f"{len(specs)} modules of FlashInfer {raw.version} for {config.arch}, into {out}; minutes each at worst")
+    modules = []
+    for name, spec in specs.items():
+        began = clock()
+        modules.append(_build(spec, out))
+        say(f"{name}: {clock() - began:.0f} s, {modules[-1].stat().st_size / 1e6:.1f} MB")
+    _write_manifest(out, modules, {"flashinfer": raw.version, "arch": config.arch})
+    return modules
+
+
+def _model_dir(model: str) -> Path:
+    """A folder with config.json is enough here: an image is built without the weights."""
+    folder = Path(model).expanduser()
+    return folder if (folder / "config.json").is_file() else resolve_model(model, "dummy")
+
+
+def prebuilt_folder() -> Path:
+    """Where the installed FlashInfer looks for prebuilt modules before it compiles."""
+    from flashinfer.jit import env
+
+    return Path(env.FLASHINFER_AOT_DIR)
+
+
+def _build(spec: Any, out: Path) -> Path:
+    target: Path = out / spec.name / f"{spec.name}.so"
+    if not target.is_file():
+        if not spec.is_aot:
+            spec.build(verbose=False)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A name of its own until it is whole: a module that is half copied would be loaded.
+        part = target.with_suffix(".part")
+        shutil.copyfile(spec.get_library_path(), part)
+        part.rename(target)
+    return target
+
+
+def _write_manifest(out: Path, modules: list[Path], about: dict[str, str]) -> None:
+    path = out / "manifest.json"
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    for module in modules:
+        data = module.read_bytes()
+        known[module.stem] = {**about, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
