@@ -35,14 +35,21 @@ class PrebuildConfig:
     """Folder for the modules; None is the one where the installed FlashInfer looks for prebuilt modules."""
 
 
-def find_nvcc(environ: Mapping[str, str]) -> Path:
-    """The compiler: of CUDA_HOME, else on the PATH. Raises `PrebuildError`."""
-    home = environ.get("CUDA_HOME")
-    found = shutil.which("nvcc", path=str(Path(home) / "bin") if home else environ.get("PATH", ""))
-    if found is None:
-        place = f"CUDA_HOME ({home}) has no bin/nvcc" if home else "nvcc is not on the PATH"
-        raise PrebuildError(f"{place}: install the CUDA toolkit, or set CUDA_HOME to it; no GPU is needed")
-    return Path(found)
+def find_toolkit(environ: Mapping[str, str], default: Path = Path("/usr/local/cuda")) -> Path:
+    """The CUDA toolkit: CUDA_HOME, else that of the nvcc on the PATH, else `default`. Raises `PrebuildError`.
+
+    FlashInfer takes the folder above nvcc's, which is wrong if that nvcc is a link or a script.
+    """
+    home, nvcc = environ.get("CUDA_HOME"), shutil.which("nvcc", path=environ.get("PATH", ""))
+    folders = [Path(home)] if home else [Path(nvcc).resolve().parent.parent, default] if nvcc else [default]
+    for folder in folders:
+        if (folder / "bin" / "nvcc").is_file() and (folder / "include" / "cuda_runtime.h").is_file():
+            return folder
+    looked = " or ".join(str(folder) for folder in folders)
+    raise PrebuildError(
+        f"there is no CUDA toolkit (bin/nvcc, include/cuda_runtime.h) in {looked}: install it, or set CUDA_HOME to it; "
+        "no GPU is needed"
+    )
 
 
 def needs_of(model: ModelConfig, core: CoreConfig, arch: str) -> ModuleNeeds:
@@ -68,13 +75,14 @@ def prebuild(
 ) -> list[Path]:
     """Compile what is not there yet; returns the modules, laid out as FlashInfer's prebuilt ones.
 
-    Sets FLASHINFER_CUDA_ARCH_LIST in `environ`, the process's own: FlashInfer reads it when it is first imported.
+    Sets CUDA_HOME and FLASHINFER_CUDA_ARCH_LIST in `environ`, the process's own, which FlashInfer reads when imported.
     Raises `PrebuildError`, `FlashInferError` or `ModelError` before anything is compiled.
     """
     raw = signatures(installed_version())
-    find_nvcc(environ)
+    toolkit = find_toolkit(environ)
     needs = needs_of(load_model_config(_model_dir(config.core.model)), config.core, config.arch)
     environ["FLASHINFER_CUDA_ARCH_LIST"] = config.arch
+    environ["CUDA_HOME"] = str(toolkit)
     specs = raw.specs(needs)
     out = config.out if config.out is not None else prebuilt_folder()
     say(f"{len(specs)} modules of FlashInfer {raw.version} for {config.arch}, into {out}; minutes each at worst")
@@ -104,13 +112,21 @@ def _build(spec: Any, out: Path) -> Path:
     target: Path = out / spec.name / f"{spec.name}.so"
     if not target.is_file():
         if not spec.is_aot:
-            spec.build(verbose=False)
+            _compile(spec)
         target.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own until it is whole: a module that is half copied would be loaded.
         part = target.with_suffix(".part")
         shutil.copyfile(spec.get_library_path(), part)
         part.rename(target)
     return target
+
+
+def _compile(spec: Any) -> None:
+    try:
+        spec.build(verbose=False)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines() if "error" in line or "cannot find" in line]
+        raise PrebuildError(f"{spec.name} does not compile: {lines[0] if lines else error}") from error
 
 
 def _write_manifest(out: Path, modules: list[Path], about: dict[str, str]) -> None:

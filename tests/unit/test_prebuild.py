@@ -9,7 +9,7 @@ import pytest
 from engine.config import CoreConfig
 from engine.cuda import prebuild as module
 from engine.cuda.flashinfer_raw import SUPPORTED, ModuleNeeds
-from engine.cuda.prebuild import PrebuildConfig, PrebuildError, find_nvcc, needs_of, prebuild
+from engine.cuda.prebuild import PrebuildConfig, PrebuildError, find_toolkit, needs_of, prebuild
 from engine.models.config import load_model_config
 from worker.cli import main
 
@@ -37,6 +37,9 @@ def nvcc(tmp_path: Path) -> dict[str, str]:
     compiler = tmp_path / "cuda" / "bin" / "nvcc"
     compiler.parent.mkdir(parents=True)
     compiler.touch(0o755)
+    header = tmp_path / "cuda" / "include" / "cuda_runtime.h"
+    header.parent.mkdir()
+    header.touch()
     return {"CUDA_HOME": str(tmp_path / "cuda")}
 
 
@@ -103,11 +106,33 @@ def test_a_missing_compiler_is_named_before_anything_is_compiled(
 ) -> None:
     asked = use(monkeypatch, {})
     config = PrebuildConfig(CoreConfig(model=str(model)), "9.0a", tmp_path)
-    with pytest.raises(PrebuildError, match="nvcc is not on the PATH: install the CUDA toolkit"):
-        prebuild(config, {"PATH": str(tmp_path)}, print)
-    with pytest.raises(PrebuildError, match="has no bin/nvcc"):
-        find_nvcc({"CUDA_HOME": str(tmp_path)})
+    with pytest.raises(PrebuildError, match=f"no CUDA toolkit .* in {tmp_path}: install it, or set CUDA_HOME"):
+        prebuild(config, {"CUDA_HOME": str(tmp_path)}, print)
     assert not asked
+
+
+def test_the_toolkit_is_found_around_a_compiler_that_is_a_link(tmp_path: Path, nvcc: dict[str, str]) -> None:
+    toolkit, folder = Path(nvcc["CUDA_HOME"]), tmp_path / "bin"
+    folder.mkdir()
+    (folder / "nvcc").symlink_to(toolkit / "bin" / "nvcc")
+    assert find_toolkit(nvcc) == toolkit
+    assert find_toolkit({"PATH": str(folder)}, default=tmp_path) == toolkit
+    assert find_toolkit({"PATH": ""}, default=toolkit) == toolkit
+    with pytest.raises(PrebuildError, match="no CUDA toolkit"):
+        find_toolkit({"PATH": ""}, default=folder)
+
+
+def test_what_does_not_compile_is_told_in_one_line(
+    tmp_path: Path, model: Path, nvcc: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(FakeSpec):
+        def build(self, verbose: bool) -> None:
+            raise RuntimeError("Ninja build failed.\n[1/2] nvcc ...\n/usr/bin/ld: cannot find -lcuda\nninja: stopped")
+
+    use(monkeypatch, {"fa2": Failing("uri", tmp_path)})
+    with pytest.raises(PrebuildError, match=r"^uri does not compile: /usr/bin/ld: cannot find -lcuda$"):
+        prebuild(PrebuildConfig(CoreConfig(model=str(model)), "9.0a", tmp_path / "out"), nvcc, print)
+    assert not list((tmp_path / "out").rglob("*.so"))
 
 
 def test_needs_follow_model_and_architecture(model: Path) -> None:
