@@ -94,16 +94,14 @@ def wrong_group_map() -> Any:
 
 
 def stale_plan() -> Any:
-    """Decode steps keep the plan of the first of them that had as many rows."""
+    """Steps of decode rows alone keep the decode plan of the last step that had chunks too."""
     right = FlashInferAttention.begin
-    seen: set[tuple[int, int]] = set()
 
     def wrong(self: FlashInferAttention, rows: attention_plan.StepRows) -> None:
-        key = (id(self), len(rows.decode_lengths))
-        if len(rows.chunk_tokens) or key not in seen:
-            right(self, rows)
-        if not len(rows.chunk_tokens):
-            seen.add(key)
+        before = self.plans.current
+        right(self, rows)
+        if not len(rows.chunk_tokens) and before.decode is not None:
+            self.plans.current = before._replace(chunks=None)
 
     return patch.object(FlashInferAttention, "begin", wrong)
 
