@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from engine.cuda.attention import FlashInferAttention, load_modules
 from engine.cuda.attention_plan import StepRows
 from engine.cuda.flashinfer_raw import ModuleNeeds, installed_version, signatures
 from engine.cuda.layout import AttentionCapacity, AttentionLayout
-from engine.cuda.policy import XQA_GROUPS
+from engine.cuda.policy import XQA_GROUPS, chunk_kernel
 from engine.cuda.self_check import check_planner
 from engine.cuda.xqa import XqaDecode
 from engine.plan import PlanCapacity
@@ -374,12 +375,13 @@ def check_chunks(results: Results, args: argparse.Namespace) -> None:
         for cached in (0, 4096):
             for tokens in (64, 128, 256, 384, 512, 2048):
                 rows = chunk_rows((tokens, tokens + cached))
-                chosen, fa2 = (Bench(replace(capacity, sm90=sm90), rows, args.replays) for sm90 in (True, False))
-                launch = chosen.attend.plans.current.chunks
-                ratio = statistics.median(chosen.time(chosen.own) / fa2.time(fa2.own) for _ in range(3))
-                kernel = launch.kernel if launch is not None else None
-                row = {"tokens": tokens, "cached": cached, "kernel": kernel, "to_fa2": ratio}
-                results.emit("chunks", **facts(capacity), **row, ok=ratio <= 1.1)
+                fa2 = Bench(replace(capacity, sm90=False), rows, args.replays)
+                with patch("engine.cuda.attention_plan.chunk_kernel", return_value="fa3"):
+                    fa3 = Bench(capacity, rows, args.replays)
+                ratio = statistics.median(fa3.time(fa3.own) / fa2.time(fa2.own) for _ in range(3))
+                chosen = chunk_kernel(rows.chunk_tokens, capacity.shape)
+                row = {"tokens": tokens, "cached": cached, "chosen": chosen, "fa3_to_fa2": ratio}
+                results.emit("chunks", **facts(capacity), **row, ok=(ratio if chosen == "fa3" else 1 / ratio) <= 1.1)
 
 
 CHECKS = {
