@@ -5,6 +5,7 @@ numbers and offsets into buffers of the caller. Sources, in the wheel: csrc/batc
 csrc/batch_prefill_sm90.cu, csrc/flashinfer_xqa_binding.cu, flashinfer/jit/attention/modules.py, flashinfer/jit/xqa.py.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -197,6 +198,9 @@ def _run_xqa(module: Any, call: XqaCall, sm_count: int, pdl: bool) -> None:
 
 
 def _specs(needs: ModuleNeeds) -> dict[str, Any]:
+    # Read when FlashInfer is imported: without it, norms are compiled by another compiler at their first call, and the
+    # prebuilt module is not used.
+    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     import torch
     from flashinfer import jit
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
