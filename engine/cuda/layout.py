@@ -72,7 +72,7 @@ class AttentionCapacity:
     @property
     def decode_partial_rows(self) -> int:
         """KV chunks of all rows of a split decode plan, one query token each."""
-        return self.step.max_rows + self.shape.split_budget
+        return max_decode_tiles(self.step.max_rows, 1, self.shape)
 
     @property
     def max_chunk_tiles(self) -> int:

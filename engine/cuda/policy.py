@@ -56,20 +56,24 @@ def decode_chunk_pages(pages: Array, shape: AttentionShape, row_tiles: int) -> i
     """Pages of the KV chunks of split decode rows with `pages` pages (int64 `[rows]`), `row_tiles` query tiles each.
 
     FlashInfer's choice while it balances: the fewest pages that fill the card once. It has no good answer where the
-    rows alone (nearly) fill the card and one is long; then a chunk is a CTA's fair share of all pages. Either way there
-    are at most `row_tiles x rows + split_budget` tiles.
+    rows alone (nearly) fill the card and one is long. Then a chunk is half of what each of two CTAs an SM would get of
+    all pages: some begin late, and only a small one is not waited for. There are at most `max_decode_tiles` tiles.
     """
-    share = -(-int(pages.sum()) * row_tiles * shape.kv_heads // (2 * shape.sm_count))
-    share = max(share, shape.min_chunk_pages)
+    slots = 2 * shape.sm_count
+    work = int(pages.sum()) * row_tiles * shape.kv_heads
+    half_share = max(-(-work // (2 * slots)), shape.min_chunk_pages)
     if row_tiles * len(pages) > shape.split_budget:
-        return share
+        return half_share
     found = search_chunk_pages(np.full_like(pages, row_tiles), pages, shape)
-    return found if 2 * found <= 3 * share else share
+    return found if 2 * found * slots <= 3 * work or found == shape.min_chunk_pages else half_share
 
 
 def max_decode_tiles(rows: int, row_tiles: int, shape: AttentionShape) -> int:
-    """Bound on the tiles of a decode plan that `decode_chunk_pages` splits; the grid of its graph."""
-    return rows * row_tiles + shape.split_budget
+    """Bound on the tiles of a decode plan that `decode_chunk_pages` splits; the grid of its graph.
+
+    Rounding up costs each row one chunk; chunks of at least half a share are at most twice as many as `split_budget`.
+    """
+    return rows * row_tiles + 2 * shape.split_budget + 1
 
 
 def uses_xqa(step: DecodeRows, shape: AttentionShape) -> bool:

@@ -59,8 +59,8 @@ def test_the_layout_is_one_arena_without_overlaps_in_which_a_step_is_one_range(c
 
 def test_partial_results_take_what_the_kernel_writes_and_no_more() -> None:
     buffers = AttentionLayout(HOPPER).buffers
-    assert buffers["decode_partials"].nbytes == (24 + 2 * 132 // 4) * 20 * 128 * 2
-    assert buffers["decode_lse"].nbytes == (24 + 2 * 132 // 4) * 20 * 4
+    assert buffers["decode_partials"].nbytes == (24 + 2 * 66 + 1) * 20 * 128 * 2
+    assert buffers["decode_lse"].nbytes == (24 + 2 * 66 + 1) * 20 * 4
     assert buffers["chunk_partials"].nbytes == (2 * 132 // 4) * 128 // 5 * 20 * 128 * 2
 
 
