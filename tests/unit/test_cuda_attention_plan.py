@@ -199,6 +199,14 @@ def test_a_step_is_one_copy_of_the_sections_that_it_uses() -> None:
     ]
 
 
+def test_many_small_tiles_fit_the_chunk_plan() -> None:
+    """A mean of few packed queries makes tiles of 16; one longer chunk among rows of one token makes most of them."""
+    plans, _ = lane(AttentionCapacity(replace(STEP, max_step_tokens=81), sm_count=4, sm90=False, xqa=False))
+    launch = plans.update(rows([], [(1, 1)] * 23 + [(58, 58)])).chunks
+    assert launch is not None
+    assert (launch.info[0], launch.info[3]) == (23 + 19, 16)
+
+
 def test_xqa_needs_no_plan() -> None:
     plans, device = lane(replace(HOPPER, xqa=True))
     launch = plans.update(rows([900] * 8)).decode

@@ -62,6 +62,13 @@ def test_one_long_row_among_short_ones_is_split_into_fair_shares(shape: Attentio
     assert chunk <= 1.6 * fair + shape.page_size
 
 
+def test_a_row_that_would_be_waited_for_is_split_even_if_it_is_no_longer_than_a_share_of_the_card() -> None:
+    lengths = [1000] * 127 + [5000]
+    share = sum(lengths) * QWEN3_4B.kv_heads / QWEN3_4B.sm_count
+    assert max(lengths) < 0.7 * share
+    assert splits(DecodeRows(128, 5000, sum(lengths)), QWEN3_4B)
+
+
 def test_even_rows_that_fill_the_card_stay_whole() -> None:
     for rows in (48, 64, 100, 256):
         assert not splits(even(rows, 2000), QWEN3_4B)
