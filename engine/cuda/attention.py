@@ -66,6 +66,8 @@ class FlashInferAttention:
         self._arena = arena
         self._inputs = inputs
         self._layers = [(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(kv.shape[1])]
+        # Programmatic dependent launch: 3 to 5 % of a call of few rows (H200, 1 to 4 rows of 1k).
+        self._overlap = capacity.sm90
         self._scale = 1.0 / math.sqrt(capacity.step.head_dim)
         self.plans = AttentionPlans(layout, self._raw, TorchDevice(arena), STAGES)
 
@@ -100,4 +102,4 @@ class FlashInferAttention:
             causal=True,
         )
         run = self._raw.run_fa3 if launch.kernel == "fa3" else self._raw.run_fa2
-        run(self._modules[launch.kernel], self._arena, launch.info, call, False)
+        run(self._modules[launch.kernel], self._arena, launch.info, call, self._overlap)

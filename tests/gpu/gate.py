@@ -21,6 +21,7 @@ from tests.gpu.shaped import shaped_weights, write_config
 MAX_RATIO = 1.25
 MAX_REGRET = 0.20
 TARGET_NATS = 3.5
+PREFIX = 2048
 
 
 def lengths(quick: bool) -> list[int]:
@@ -39,16 +40,19 @@ class Gate:
         self.results, self.name, self.directory, self.weights = results, name, directory, weights
         self.cases = oracle.cases(load_model_config(directory).vocab_size, lengths(quick), seed=5)
         self.short = len(self.cases) - 2
+        common = self.cases[-1].prompt[:PREFIX]
+        tails = oracle.cases(load_model_config(directory).vocab_size, [1, 15, 16, 64, 100, 37, 200, 5], seed=6)
+        self.sharing = [oracle.Case([*common, *tail.prompt], tail.forced) for tail in tails]
 
     def refer(self) -> None:
         """Run transformers in float32, then in bfloat16."""
         model = oracle.load(self.directory, self.weights)
         self._calibrate(model)
-        self.reference = [oracle.logprobs(model, case) for case in self.cases]
+        self.reference = [oracle.logprobs(model, case) for case in [*self.cases, *self.sharing]]
         attention = oracle.attention_entropy(model, self.cases[11])
         nats = sum(map(oracle.entropy, self.reference)) / len(self.reference)
         half = oracle.halve(model)
-        self.yardsticks = [oracle.logprobs(half, case) for case in self.cases]
+        self.yardsticks = [oracle.logprobs(half, case) for case in [*self.cases, *self.sharing]]
         self.results.emit(
             f"{self.name}: reference",
             logit_entropy_nats=nats,
@@ -90,20 +94,20 @@ class Gate:
         lane = lanes.build(self.directory, self.weights, page_size)
         cases, short = self.cases, self.cases[: self.short]
         ways: list[tuple[str, Callable[[], list[Tensor]], slice]] = [
-            ("cold, whole, alone", partial(lanes.alone, lane, cases, 8192), slice(None)),
+            ("cold, whole, alone", partial(lanes.alone, lane, cases, 8192), slice(len(cases))),
             (
                 "cold, chunks of 1024, alone",
                 partial(lanes.alone, lane, cases[self.short :], 1024),
-                slice(self.short, None),
+                slice(self.short, len(cases)),
             ),
             ("cold, chunks of 48, alone", partial(lanes.alone, lane, short[::4], 48), slice(0, self.short, 4)),
-            ("warm", partial(lanes.warm, lane, cases[::2]), slice(None, None, 2)),
+            ("warm", partial(lanes.warm, lane, cases[::2]), slice(0, len(cases), 2)),
             ("batched, chunks of 64", partial(lanes.batched, lane, short, 64), slice(self.short)),
             ("batched, one step", partial(lanes.together, lane, short), slice(self.short)),
             (
                 "batched with the long ones, chunks of 2048",
                 partial(lanes.batched, lane, cases[-8:], 2048),
-                slice(-8, None),
+                slice(len(cases) - 8, len(cases)),
             ),
         ]
         for way, compute, which in ways:
@@ -117,10 +121,28 @@ class Gate:
                 f"{self.name}: page {page_size}: repeated run is bit-identical", equal=equal, ok=all(equal)
             )
 
+    def check_sharing(self, page_size: int) -> None:
+        """Rows that share a prefix, in a pool far smaller than their page lists together, and the same without."""
+        tokens = PREFIX + sum(len(case.prompt) - PREFIX + oracle.STEPS + page_size for case in self.sharing)
+        which = slice(len(self.cases), None)
+        with self.results.part(f"{self.name}: page {page_size}: shared prefix: ran"):
+            lane = lanes.build(self.directory, self.weights, page_size, kv_tokens=tokens + page_size)
+            listed = sum(-(-(len(case.prompt) + oracle.STEPS) // page_size) for case in self.sharing)
+            self.results.emit(
+                f"{self.name}: page {page_size}: page lists exceed the pool",
+                listed=listed,
+                pool=tokens // page_size + 1,
+                ok=listed > tokens // page_size + 1,
+            )
+            own = lanes.shared(lane, self.sharing, PREFIX, 48)
+            self.judge(f"page {page_size}: shared prefix", own, which)
+            lane = lanes.build(self.directory, self.weights, page_size)
+            self.judge(f"page {page_size}: the same unshared", lanes.batched(lane, self.sharing, 2048), which)
+
     def check_faults(self, page_size: int) -> None:
         """Every planted fault has to turn the gate red."""
         some = self.cases[-6:]
-        which = slice(len(self.cases) - 6, None)
+        which = slice(len(self.cases) - 6, len(self.cases))
         for fault in FAULTS:
             with self.results.part(f"{self.name}: fault {fault.__name__}: ran"), planted(fault):
                 lane = lanes.build(self.directory, self.weights, page_size)
@@ -147,6 +169,7 @@ def main() -> None:
             torch.cuda.empty_cache()
             for page_size in (16, 64):
                 gate.check_page_size(page_size)
+                gate.check_sharing(page_size)
                 torch.cuda.empty_cache()
             if not arguments.no_faults:
                 gate.check_faults(16)

@@ -94,12 +94,22 @@ def warm(lane: TestLane, cases: Sequence[Case]) -> list[Tensor]:
     return results
 
 
-def batched(lane: TestLane, cases: Sequence[Case], chunk: int) -> list[Tensor]:
-    """All cases together: each prompt in chunks beside the decode rows of those before it, then all decode."""
+def shared(lane: TestLane, cases: Sequence[Case], prefix: int, chunk: int) -> list[Tensor]:
+    """As `batched`, on the pages of one row that computed the first `prefix` tokens, which all prompts share."""
     drive = driver(lane)
+    owner = drive.start(len(cases))
+    drive.prefill(owner, cases[0].prompt[:prefix], 1024)
+    return batched(lane, cases, chunk, drive, owner.pages)
+
+
+def batched(
+    lane: TestLane, cases: Sequence[Case], chunk: int, drive: CudaDriver | None = None, pages: Sequence[int] = ()
+) -> list[Tensor]:
+    """All cases together: each prompt in chunks beside the decode rows of those before it, then all decode."""
+    drive = drive or driver(lane)
     rows: list[Row] = []
     for slot, case in enumerate(cases):
-        row = drive.start(slot)
+        row = drive.start(slot, pages)
         while row.length < len(case.prompt):
             part = case.prompt[row.length : row.length + chunk]
             running = [(mate, its) for mate, its in zip(rows, cases, strict=False) if len(mate.logits) < STEPS]
