@@ -41,9 +41,17 @@ _FLOAT32_FORMS = (PLAIN, Form(True, 1, True), Form(True, 2, True))
 _HALF_FORMS = (PLAIN, Form(True, 1, True), Form(False, 1, False), Form(True, 1, False))
 
 
+def tuned_for(rows: int) -> int | None:
+    """The measured row count whose choice `rows` rows take, None above the last."""
+    return next((tuned for tuned in TUNED_ROWS if tuned >= rows), None)
+
+
 def reserve_scratch(arena: Arena, rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    """Plan the scratch for at most `rows` rows, with `inputs` and `outputs` the widest dimensions of a weight."""
-    arena.reserve(_PRODUCT, (max(2, min(rows, TUNED_ROWS[-1])) * outputs,), dtype)
+    """Plan the scratch for at most `rows` rows, with `inputs` and `outputs` the widest dimensions of a weight.
+
+    It holds what `tune` measures for them too: up to the next of `TUNED_ROWS`, and two rows where one is padded.
+    """
+    arena.reserve(_PRODUCT, (max(2, tuned_for(rows) or TUNED_ROWS[-1]) * outputs,), dtype)
     arena.reserve(_PADDED, (2 * inputs,), dtype)
 
 
@@ -54,7 +62,7 @@ class Gemm:
         self._product_scratch = arena.take(_PRODUCT)
         self._padded_scratch = arena.take(_PADDED)
         self._clock = clock
-        self._forms: dict[tuple[int, int, int], Form] = {}
+        self._forms: dict[tuple[int, ...], Form] = {}
 
     def __call__(self, inputs: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         """Write `inputs [rows, in] @ weight [out, in].T` to `out [rows, out]` and return it."""
@@ -62,18 +70,19 @@ class Gemm:
 
     def form_for(self, weight: Tensor, rows: int) -> Form:
         """The form chosen for `rows` rows and a weight of this shape."""
-        bucket = next((tuned for tuned in TUNED_ROWS if tuned >= rows), 0)
-        return self._forms.get((weight.shape[0], weight.shape[1], bucket), PLAIN)
+        tuned = tuned_for(rows)
+        return PLAIN if tuned is None else self._forms.get((*weight.shape, tuned), PLAIN)
 
     def tune(self, weights: Iterable[Tensor], max_rows: int) -> None:
         """Measure the forms on every shape among `weights` for all row counts up to `max_rows` and keep the fastest."""
         by_shape: dict[tuple[int, int], list[Tensor]] = {}
         for weight in weights:
             by_shape.setdefault((weight.shape[0], weight.shape[1]), []).append(weight)
-        buckets = [rows for rows in TUNED_ROWS if rows == 1 or rows < 2 * max_rows]
+        largest = tuned_for(max_rows) or TUNED_ROWS[-1]
+        counts = [rows for rows in TUNED_ROWS if rows <= largest]
         for (height, width), alike in by_shape.items():
             swept = _sweep(alike)
-            for rows in buckets:
+            for rows in counts:
                 self._forms[height, width, rows] = self._fastest(swept, rows)
 
     def _fastest(self, weights: Sequence[Tensor], rows: int) -> Form:

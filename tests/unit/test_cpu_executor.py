@@ -230,6 +230,16 @@ def test_the_load_line() -> None:
     assert line == "KV cache (cpu): 99 pages of 16 tokens, 1584 tokens, 6.2 MiB, fingerprint blake2b128.x"
 
 
+@pytest.mark.parametrize("size", [1, 3, 5, 6, 9, 17, 33])
+def test_a_lane_starts_and_runs_where_steps_are_no_larger_than_the_bucket(directory: Path, size: int) -> None:
+    built = create_cpu_lane(config(directory, max_bucket=size, max_step_tokens=size), directory)
+    driver = Driver(built)
+    rows = [driver.start(slot) for slot in range(size)]
+    driver.step(chunks=[(row, [10 + row.slot], True) for row in rows])
+    driver.step(rows)
+    assert [len(row.tokens) for row in rows] == [2] * size
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 40])
 def test_every_form_of_a_product_gives_the_same(rows: int, dtype: torch.dtype) -> None:
