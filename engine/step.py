@@ -60,6 +60,9 @@ class StepResult:
     tokens: Sequence[int] = field(default_factory=tuple)
     padding_tokens: int = 0
     """Tokens that the executor computed beside the plan's, to fill a batch size that it has a program for."""
+    failed_rows: frozenset[int] = frozenset()
+    """Row slots of the step's plan, sampled or not, whose numbers were not finite: their tokens mean nothing, and what
+    the step wrote to their pages must not be shared. The other rows are sound."""
 
 
 class Executor(Protocol):

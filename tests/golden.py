@@ -18,7 +18,7 @@ from engine.config import CoreConfig
 from engine.cpu.executor import CpuExecutor
 from engine.cpu.lane import CpuLane, create_cpu_lane
 from engine.messages import Sampling
-from engine.step import Chunk, RowStart, StepPlan
+from engine.step import Chunk, RowStart, StepPlan, StepResult
 from kv.table import TableUpdate
 
 MIN_GAP = 1e-3
@@ -149,7 +149,7 @@ class Driver:
             row.pages.append(self._next_page)
             self._next_page += 1
 
-    def step(self, decode: Sequence[Row] = (), chunks: Sequence[tuple[Row, Sequence[int], bool]] = ()) -> None:
+    def step(self, decode: Sequence[Row] = (), chunks: Sequence[tuple[Row, Sequence[int], bool]] = ()) -> StepResult:
         """One step: `decode` rows go on by their last token, `chunks` are (row, tokens, samples)."""
         for row in decode:
             self.grow(row, row.length + 1)
@@ -171,6 +171,7 @@ class Driver:
         result = self.executor.collect(self.executor.launch(plan))
         for slot, token in zip(plan.sampled_rows, result.tokens, strict=True):
             self.rows[slot].tokens.append(token)
+        return result
 
     def prefill(self, row: Row, prompt: Sequence[int], chunk: int, mates: Sequence[Row] = ()) -> None:
         """Compute what `row` lacks of `prompt` in chunks, with `mates` decoding along; the last one samples."""

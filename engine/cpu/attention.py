@@ -3,6 +3,9 @@
 Pages are gathered per layer into one workspace, and torch's scaled_dot_product_attention runs on the gathered rows; its
 CPU kernel keeps scores and softmax in float32 for every input type. The length of a row is derived from its page list,
 as FlashInfer derives it: `(pages - 1) * page_size + last_page_len`.
+
+Slots that a mask hides are read all the same and multiplied by a weight of zero, which only finite numbers survive. So
+the slots behind a row's end are zeros, and so is the padding page: see `PagedAttention.begin`.
 """
 
 from collections.abc import Sequence
@@ -108,6 +111,7 @@ class PagedAttention:
 
     def __init__(self, kv: Tensor, capacity: PlanCapacity, arena: Arena) -> None:
         _, self._layers, _, self._page_size, self._kv_heads, self._head_dim = kv.shape
+        self._kv = kv
         self._slots = kv.view(-1, self._kv_heads * self._head_dim)
         self._runs = kv.view(-1, self._page_size * self._kv_heads * self._head_dim)
         self._budget = workspace_pages(capacity)
@@ -121,10 +125,16 @@ class PagedAttention:
         self._first_slots = torch.empty(0, dtype=torch.int64)
 
     def begin(self, pages: StepPages) -> None:
-        """Prepare a step: where its keys and values go, and which rows attend together."""
+        """Prepare a step: where its keys and values go, and which rows attend together.
+
+        Zeroes, in every layer, the last page of each row that begins it in this step. A row writes its tokens in order
+        and takes over only full pages, so it enters a page at its first slot, and whatever lies there by then was left
+        by another sequence, perhaps not finite.
+        """
         page, offset = pages.slot_mapping // self._page_size, pages.slot_mapping % self._page_size
         self._first_slots = page * (self._layers * 2 * self._page_size) + offset
         self._kept = 0
+        self._zero_begun_pages(pages)
         page_ends, query_ends = pages.page_indptr.tolist(), pages.query_indptr.tolist()
         listed = [pages.page_indices[begin:end].long() for begin, end in pairwise(page_ends)]
         queries = [slice(begin, end) for begin, end in pairwise(query_ends)]
@@ -136,6 +146,10 @@ class PagedAttention:
         self._batches = [self._decode_batch(rows, listed, lengths) for rows in batch_rows(counts, self._budget)] + [
             self._chunk(queries[row], listed[row], lengths[row]) for row in range(pages.decode_rows, len(listed))
         ]
+
+    def _zero_begun_pages(self, pages: StepPages) -> None:
+        begun = pages.query_indptr.diff() >= pages.last_page_len
+        self._kv.index_fill_(0, pages.page_indices[pages.page_indptr[1:][begun] - 1].long(), 0)
 
     def _decode_batch(self, rows: list[int], listed: list[Tensor], lengths: list[int]) -> _Batch:
         longest = max(len(listed[row]) for row in rows)

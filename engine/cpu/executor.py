@@ -35,6 +35,14 @@ def reserve_logits(arena: Arena, capacity: PlanCapacity, vocab: int, hidden: int
     Sampler.reserve(arena, vocab)
 
 
+def not_finite(values: Tensor) -> list[int]:
+    """Which rows of `values [rows, n]` hold a number that is not finite."""
+    # Such a number makes the sum of its row so: adding up is some hundred times cheaper than looking at each.
+    if bool(values.sum(dim=-1, dtype=torch.float32).isfinite().all()):
+        return []
+    return (~values.isfinite().all(dim=-1)).nonzero().flatten().tolist()
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutorParts:
     """What a `CpuExecutor` computes with; `engine.cpu.lane` builds it."""
@@ -75,7 +83,9 @@ class CpuExecutor:
             return StepResult()
         self._attention.begin(self._inputs.pages)
         hidden = self._decoder.forward(self._inputs.token_ids, self._inputs.positions, self._attention)
-        return StepResult(self._sample(plan.sampled_rows, hidden))
+        failed = self._failed_rows(plan, hidden)
+        tokens = self._sample(plan.sampled_rows, hidden, failed)
+        return StepResult(tokens, failed_rows=frozenset(failed))
 
     def collect(self, handle: object) -> StepResult:
         """The result that `launch` returned."""
@@ -92,8 +102,20 @@ class CpuExecutor:
                 if not 0 <= token < vocab:
                     raise PlanError(f"token id in the chunk of row {chunk.row}", token, vocab - 1)
 
-    def _sample(self, rows: list[int], hidden: Tensor) -> list[int]:
-        """Logits and tokens of the step's sampled rows, a slice of rows at a time."""
+    def _failed_rows(self, plan: StepPlan, hidden: Tensor) -> set[int]:
+        """Row slots with a token whose `hidden [tokens, hidden]` is not finite."""
+        bad = not_finite(hidden)
+        if not bad:
+            return set()
+        ends = self._inputs.pages.query_indptr[1:]
+        slots = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
+        return {slots[row] for row in torch.searchsorted(ends, torch.tensor(bad), right=True).tolist()}
+
+    def _sample(self, rows: list[int], hidden: Tensor, failed: set[int]) -> list[int]:
+        """Logits and tokens of the step's sampled rows, a slice of rows at a time.
+
+        Adds to `failed` the row slots whose logits are not finite; they get some token of the vocabulary.
+        """
         sampled: list[int] = []
         ends = self._inputs.sampled_tokens_at
         for begin in range(0, len(rows), self._logits.shape[0]):
@@ -106,6 +128,7 @@ class CpuExecutor:
                 logits.copy_(output)
             if self.tap is not None:
                 self.tap(rows[begin:end], logits)
+            failed.update(rows[begin + row] for row in not_finite(logits))
             tokens = self._sampler.sample(logits, self._inputs.sampling(begin, end))
             self._inputs.keep(begin, end, tokens)
             sampled += tokens.tolist()

@@ -152,7 +152,7 @@ def _allocate(design: _Design, weights: DecoderWeights) -> ExecutorParts:
     shape = (design.budget.total_pages, *design.budget.geometry.page_shape)
     return ExecutorParts(
         capacity=design.capacity,
-        # Zeros: masked slots are multiplied with a weight of zero, which only finite numbers survive.
+        # Zeros, for the sake of the padding page: see engine.cpu.attention.
         kv=torch.zeros(shape, dtype=design.dtype),
         plan_arena=PlanArena(design.layout),
         activations=design.activations,

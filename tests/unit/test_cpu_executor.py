@@ -1,5 +1,6 @@
 """The CPU executor as the scheduler sees it: refusals, stable memory, sampling, accounting."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from kv.budget import KvBudgetError, KvCapacity
 from kv.geometry import KvGeometry
 from kv.table import TableUpdate
 from tests import golden
-from tests.golden import Driver
+from tests.golden import Driver, Row
 from tests.models import tiny_model
 
 
@@ -110,6 +111,66 @@ def test_tokens_come_in_the_order_of_sampled_rows_in_more_slices_than_one(
     for _ in range(5):
         driver.step(rows[::-1])
     assert [row.tokens for row in rows] == alone
+
+
+def texts_of_unequal_rows(lane: CpuLane) -> list[list[int]]:
+    """Rows that hit a prefix, begin a page in a chunk and cross into new pages while they decode, all in one batch."""
+    driver = Driver(lane)
+    owner = driver.start(5)
+    driver.prefill(owner, PROMPT, 1000)
+    rows = [owner, driver.start(2, owner.pages[:2]), driver.start(0), driver.start(3)]
+    for row, prompt in zip(rows[1:], (PROMPT, PROMPT[:1], PROMPT[:33]), strict=True):
+        driver.prefill(row, prompt, 7)
+    for _ in range(20):
+        driver.step(rows)
+    return [row.tokens for row in rows]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_was_left_on_a_page_changes_no_text(directory: Path, dtype: str) -> None:
+    expected = texts_of_unequal_rows(golden.lane(directory, dtype=dtype))
+    lane = golden.lane(directory, dtype=dtype)
+    lane.executor.parts.kv[1:] = torch.nan
+    assert texts_of_unequal_rows(lane) == expected
+
+
+def poisoned_batch(lane: CpuLane, page: int | None) -> tuple[list[Row], list[StepResult]]:
+    """Three rows decode, then the first decodes on while another's prompt goes on; what is on `page` is lost before."""
+    driver = Driver(lane)
+    rows = [driver.start(slot) for slot in (4, 1, 6)]
+    for row in rows:
+        driver.prefill(row, PROMPT[row.slot :], 1000)
+    late = driver.start(2)
+    driver.step(chunks=[(late, PROMPT[:16], False)])
+    if page is not None:
+        lane.executor.parts.kv[(rows[1].pages + late.pages)[page]] = torch.inf
+    return rows, [driver.step(rows), driver.step(rows[:1], [(late, PROMPT[16:20], False)])]
+
+
+@pytest.mark.parametrize(("page", "failed"), [(None, (set(), set())), (0, ({1}, set())), (-1, (set(), {2}))])
+def test_a_row_that_is_not_finite_fails_by_name_and_its_mates_go_on(
+    directory: Path, page: int | None, failed: tuple[set[int], set[int]]
+) -> None:
+    sound, _ = poisoned_batch(golden.lane(directory), None)
+    rows, results = poisoned_batch(golden.lane(directory), page)
+    assert tuple(set(result.failed_rows) for result in results) == failed
+    for row, expected in zip(rows, sound, strict=True):
+        assert row.slot in failed[0] or row.tokens == expected.tokens
+        assert all(0 <= token < 320 for token in row.tokens)
+
+
+def test_logits_that_overflow_fail_their_row_alone(lane: CpuLane) -> None:
+    driver = Driver(lane)
+    rows = [driver.start(slot, sampling=Sampling(1.0, top_k=slot, seed=3)) for slot in (0, 3)]
+    driver.step(chunks=[(row, PROMPT, True) for row in rows])
+    see = driver.executor.tap
+
+    def spoil(slots: Sequence[int], logits: torch.Tensor) -> None:
+        see(slots, logits)
+        logits[list(slots).index(3), 17] = torch.inf
+
+    driver.executor.tap = spoil
+    assert driver.step(rows).failed_rows == {3}
 
 
 def sampled(lane: CpuLane, seed: int, chunk: int, mates: int) -> list[int]:
