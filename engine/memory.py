@@ -1,17 +1,34 @@
 """Every byte a lane takes: what was planned, what the tensors measure, and whether the host has it. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kv.budget import KvCapacity
 from kv.geometry import KvGeometry
 
 MIB = 1 << 20
 _MEMINFO = Path("/proc/meminfo")
+
+
+class CgroupFiles(NamedTuple):
+    """Where a version of cgroups keeps what `host_memory` reads."""
+
+    limit: Path
+    usage: Path
+    stat: Path
+    reclaimable: str
+    """Key in `stat`: bytes of page cache that the kernel gives up before it kills, counted in `usage`."""
+
+
+_V1 = Path("/sys/fs/cgroup/memory")
+_V2 = Path("/sys/fs/cgroup")
 _CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    CgroupFiles(_V2 / "memory.max", _V2 / "memory.current", _V2 / "memory.stat", "inactive_file"),
+    CgroupFiles(
+        _V1 / "memory.limit_in_bytes", _V1 / "memory.usage_in_bytes", _V1 / "memory.stat", "total_inactive_file"
+    ),
 )
 
 
@@ -89,30 +106,33 @@ def load_line(capacity: KvCapacity, geometry: KvGeometry, fingerprint: str) -> s
     )
 
 
-def host_memory(meminfo: Path = _MEMINFO, cgroups: tuple[tuple[str, str], ...] = _CGROUPS) -> int | None:
+def host_memory(meminfo: Path = _MEMINFO, cgroups: Iterable[CgroupFiles] = _CGROUPS) -> int | None:
     """Bytes that this process may still take: MemAvailable, or what the cgroup leaves if that is less.
 
-    None where neither can be read.
+    Page cache that can be dropped counts as free in both. None where neither can be read.
     """
-    limits = [
-        limit for limit in (_available(meminfo), *(_cgroup_room(*files) for files in cgroups)) if limit is not None
-    ]
-    return min(limits, default=None)
+    available = _entry(meminfo, "MemAvailable:")
+    limits = [_cgroup_room(files) for files in cgroups] + [None if available is None else available * 1024]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _available(meminfo: Path) -> int | None:
+def _entry(file: Path, key: str) -> int | None:
+    """The number behind `key` in a file of lines `key number ...`, None if it is not there."""
     try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        for line in file.read_text().splitlines():
+            name, *values = line.split() or [""]
+            if name == key:
+                return int(values[0])
     except (OSError, ValueError, IndexError):
         return None
     return None
 
 
-def _cgroup_room(limit_file: str, usage_file: str) -> int | None:
+def _cgroup_room(files: CgroupFiles) -> int | None:
     try:
-        return max(0, int(Path(limit_file).read_text()) - int(Path(usage_file).read_text()))
+        limit, usage = int(files.limit.read_text()), int(files.usage.read_text())
     except (OSError, ValueError):
         # No such cgroup version here, or "max": no limit.
         return None
+    kept = max(0, usage - (_entry(files.stat, files.reclaimable) or 0))
+    return max(0, limit - kept)

@@ -12,7 +12,7 @@ from engine.config import CoreConfig
 from engine.cpu.arena import Arena
 from engine.cpu.lane import CpuLane, create_cpu_lane
 from engine.cpu.linear import TUNED_ROWS, Gemm, reserve_scratch
-from engine.memory import MemoryShortError, host_memory, load_line
+from engine.memory import CgroupFiles, MemoryShortError, host_memory, load_line
 from engine.messages import Sampling
 from engine.models.config import ModelError
 from engine.plan import PlanError
@@ -279,11 +279,24 @@ def test_the_host_offers_the_least_of_memory_and_cgroup(tmp_path: Path) -> None:
     assert host_memory(meminfo, ()) == 500 * 1024
     limit.write_text("300000\n")
     usage.write_text("100000\n")
-    assert host_memory(meminfo, ((str(limit), str(usage)),)) == 200_000
+    cgroup = CgroupFiles(limit, usage, tmp_path / "stat", "inactive_file")
+    assert host_memory(meminfo, [cgroup]) == 200_000
     limit.write_text("max\n")
-    assert host_memory(meminfo, ((str(limit), str(usage)),)) == 500 * 1024
+    assert host_memory(meminfo, [cgroup]) == 500 * 1024
     assert host_memory(tmp_path / "none", ()) is None
     assert memory.host_memory() is None or memory.host_memory() > 0
+
+
+def test_page_cache_that_can_be_dropped_is_not_taken(tmp_path: Path) -> None:
+    limit, usage, stat = tmp_path / "max", tmp_path / "current", tmp_path / "stat"
+    limit.write_text("300000\n")
+    usage.write_text("290000\n")
+    stat.write_text("anon 50000\ninactive_file 200000\nactive_file 4000\n\ntotal_inactive_file 240000\n")
+    none = tmp_path / "none"
+    assert host_memory(none, [CgroupFiles(limit, usage, stat, "inactive_file")]) == 210_000
+    assert host_memory(none, [CgroupFiles(limit, usage, stat, "total_inactive_file")]) == 250_000
+    usage.write_text("100\n")  # read at another moment than stat
+    assert host_memory(none, [CgroupFiles(limit, usage, stat, "inactive_file")]) == 300_000
 
 
 def test_the_load_line() -> None:
