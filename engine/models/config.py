@@ -3,7 +3,6 @@
 No torch: the worker process reads model configurations too.
 """
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -32,12 +31,30 @@ _UPPER_BOUNDS = {
     "head_dim": 1 << 10,
     "max_position_embeddings": 1 << 27,
 }
+# Far wider than any published model, and narrow enough that every formula of `engine.models.rope` stays finite: yarn
+# divides by log(theta) and by a sum that a negative mscale_all_dim can make zero.
+_ROPE_BOUNDS = {
+    "rope_theta": (2.0, 1e15),
+    "factor": (1.0, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+    "original_max_position_embeddings": (1, 1 << 27),
+    "beta_fast": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3),
+    "mscale": (0.0, 1e3),
+    "mscale_all_dim": (0.0, 1e3),
+}
 
 T = TypeVar("T")
 
 
 class ModelError(ValueError):
     """A model directory or file that cannot be served. One line that names the file, the field and the way out."""
+
+    def __init__(self, message: str) -> None:
+        # What is quoted from a file may break lines.
+        super().__init__(" ".join(message.splitlines()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,13 +336,13 @@ def _one_rope_config(path: Path, field: str, value: dict[str, Any], raw: _RawCon
     theta = _rope_theta(path, field, rope, raw)
     if kind == "default":
         return RopeConfig(theta=theta)
-    factor = _number(path, f"{field}.factor", rope.factor, at_least=1.0)
+    factor = _rope_number(path, f"{field}.factor", rope.factor)
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=factor)
     original = (
         raw.original_max_position_embeddings or rope.original_max_position_embeddings or raw.max_position_embeddings
     )
-    original = int(_number(path, f"{field}.original_max_position_embeddings", original, at_least=1.0))
+    original = int(_rope_number(path, f"{field}.original_max_position_embeddings", original))
     if kind == "llama3":
         return _llama3(path, field, rope, RopeConfig(theta=theta, kind=kind, factor=factor, original_context=original))
     return _yarn(path, field, rope, RopeConfig(theta=theta, kind=kind, factor=factor, original_context=original))
@@ -338,39 +355,45 @@ def _rope_theta(path: Path, field: str, rope: _RawRope, raw: _RawConfig) -> floa
     theta = inner if inner is not None else outer
     if theta is None and raw.rope_parameters is not None:
         theta = raw.rope_parameters.get("rope_theta")
-    return _number(path, "rope_theta", _DEFAULT_THETA if theta is None else theta, at_least=1.0)
+    return _rope_number(path, "rope_theta", _DEFAULT_THETA if theta is None else theta)
 
 
 def _llama3(path: Path, field: str, rope: _RawRope, base: RopeConfig) -> RopeConfig:
-    low = _number(path, f"{field}.low_freq_factor", rope.low_freq_factor)
-    high = _number(path, f"{field}.high_freq_factor", rope.high_freq_factor)
+    low = _rope_number(path, f"{field}.low_freq_factor", rope.low_freq_factor)
+    high = _rope_number(path, f"{field}.high_freq_factor", rope.high_freq_factor)
     if high <= low:
         raise ModelError(f"{path}: {field}.high_freq_factor is {high}, but must exceed low_freq_factor {low}")
     return replace(base, low_freq_factor=low, high_freq_factor=high)
 
 
 def _yarn(path: Path, field: str, rope: _RawRope, base: RopeConfig) -> RopeConfig:
-    fast = _number(path, f"{field}.beta_fast", rope.beta_fast or 32.0)
-    slow = _number(path, f"{field}.beta_slow", rope.beta_slow or 1.0)
+    fast = _rope_number(path, f"{field}.beta_fast", rope.beta_fast or 32.0)
+    slow = _rope_number(path, f"{field}.beta_slow", rope.beta_slow or 1.0)
     if fast < slow:
         raise ModelError(f"{path}: {field}.beta_fast is {fast}, but must be at least beta_slow {slow}")
+
+    def given(name: str) -> float | None:
+        value = getattr(rope, name)
+        return None if value is None else _rope_number(path, f"{field}.{name}", value)
+
     return replace(
         base,
         beta_fast=fast,
         beta_slow=slow,
-        attention_factor=rope.attention_factor,
-        mscale=rope.mscale,
-        mscale_all_dim=rope.mscale_all_dim,
+        attention_factor=given("attention_factor"),
+        mscale=given("mscale"),
+        mscale_all_dim=given("mscale_all_dim"),
         truncate=rope.truncate is not False,
     )
 
 
-def _number(path: Path, field: str, value: float | None, at_least: float = 0.0) -> float:
-    """`value` if it is finite, positive and at least `at_least`, else a `ModelError` that names `field`."""
+def _rope_number(path: Path, field: str, value: object) -> float:
+    """`value` if it is a number within the `_ROPE_BOUNDS` of `field`'s last part, else a `ModelError` that names it."""
     if value is None:
         raise ModelError(f"{path}: {field} is missing")
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0 or value < at_least:
-        raise ModelError(f"{path}: {field} is {value!r}, but must be a number of at least {at_least or 'more than 0'}")
+    lower, upper = _ROPE_BOUNDS[field.rpartition(".")[2]]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not lower <= value <= upper:
+        raise ModelError(f"{path}: {field} is {value!r}, but must be a number between {lower:g} and {upper:g}")
     return float(value)
 
 

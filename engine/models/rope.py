@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.models.config import ModelConfig, RopeConfig
+from engine.models.config import ModelConfig, ModelError, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -41,14 +41,21 @@ def rope_table(config: ModelConfig, positions: int | None = None) -> tuple[Tenso
     """Cosines and sines for positions 0 to `positions - 1`, each float32 `[positions, head_dim]`, halves repeated.
 
     `positions` defaults to context_limit + 1: a row that has reached the limit may run one surplus step before its end
-    is known, and must find its position in the table.
+    is known, and must find its position in the table. Raises `ModelError` if a number is not finite.
     """
     count = config.context_limit + 1 if positions is None else positions
     steps = torch.arange(count, dtype=torch.float32)
     angles = steps[:, None] * inverse_frequencies(config.rope, config.head_dim)
     angles = torch.cat((angles, angles), dim=-1)
     scale = attention_factor(config.rope)
-    return angles.cos() * scale, angles.sin() * scale
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    # Angles grow with the position, so the last row holds whatever is not finite.
+    if not bool((cos[-1].isfinite() & sin[-1].isfinite()).all()):
+        raise ModelError(
+            f"the rotary table of {count} positions is not finite (theta {config.rope.theta:g}, {config.rope.kind}, "
+            f"factor {config.rope.factor}, attention factor {scale:g}): correct rope_parameters in config.json"
+        )
+    return cos, sin
 
 
 def _given(value: float | None) -> float:

@@ -1,6 +1,7 @@
 """config.json: what is read, and that everything else is refused by name."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -132,7 +133,8 @@ REFUSED = [
     ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, r"Expected `float \| null`, got `str`.*factor"),
     ({"rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}}, r"high_freq_factor is 1.0, .* low_freq_factor 1.0"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, r"is 10000.0, but rope_theta is 500000.0"),
-    ({"rope_theta": 0}, r"rope_theta is 0"),
+    ({"rope_scaling": {"rope_type": "default", "a\nb": 1}}, r"unknown field `a b`"),
+    ({"layer_types": ["a\r\nb"]}, r"layer_types has a b"),
     ({"vocab_size": 0}, r"vocab_size is 0, but must be between 1 and \d+"),
     ({"num_hidden_layers": 100000}, r"num_hidden_layers is 100000, but must be between 1 and 1024"),
     ({"hidden_size": -64}, r"hidden_size is -64"),
@@ -143,6 +145,32 @@ REFUSED = [
     ({"hidden_size": 100}, r"hidden_size 100 is no multiple of num_attention_heads 6"),
     ({"rms_norm_eps": 0.0}, r"rms_norm_eps is 0.0"),
 ]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+BEYOND = [
+    *[({"rope_theta": value}, "rope_theta") for value in (0, 1, 1.0, -5.0, 1e300, 10**400)],
+    *[({"rope_parameters": {"rope_theta": value}}, "rope_theta") for value in (True, "x", 1, 10**400)],
+    *[({"rope_scaling": YARN | {"attention_factor": value}}, "attention_factor") for value in (-5, 0, 1e39)],
+    *[({"rope_scaling": YARN | {"factor": value}}, "factor") for value in (-1, 0.5, 1e308)],
+    *[({"rope_scaling": YARN | {"beta_fast": value}}, "beta_fast") for value in (-1, 1e-308, 1e308)],
+    *[({"rope_scaling": YARN | {"beta_slow": value}}, "beta_slow") for value in (-1, 1e-308)],
+    ({"rope_scaling": YARN | {"original_max_position_embeddings": 1 << 40}}, "original_max_position_embeddings"),
+    # 0.1 * mscale_all_dim * log(4) + 1 is zero.
+    ({"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": -10 / math.log(4)}}, "mscale_all_dim"),
+    ({"rope_scaling": YARN | {"mscale": 1e39, "mscale_all_dim": 1.0}}, "mscale"),
+    ({"rope_scaling": LLAMA3_SCALING | {"low_freq_factor": 1e-308}}, "low_freq_factor"),
+    ({"rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1e308}}, "high_freq_factor"),
+]
+
+
+@pytest.mark.parametrize(("change", "field"), BEYOND)
+def test_rope_parameters_beyond_their_bounds_are_refused_by_name(tmp_path, change, field):
+    base = LLAMA if "rope_parameters" not in change else without(LLAMA, "rope_theta")
+    with pytest.raises(ModelError, match=rf"{field} is .* between \S+ and |(out of range|Expected).*{field}") as caught:
+        load(tmp_path, base | change)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)

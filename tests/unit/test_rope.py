@@ -1,13 +1,14 @@
 """Rotary frequencies equal transformers' to the last bit."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.models.config import RopeConfig, load_model_config
+from engine.models.config import ModelError, RopeConfig, load_model_config
 from engine.models.rope import attention_factor, inverse_frequencies, rope_table
 from tests.models import ROPES, tiny_model
 
@@ -47,3 +48,28 @@ def test_every_scaling_changes_the_frequencies():
 def test_a_hand_made_config_without_its_factor_is_refused():
     with pytest.raises(ValueError, match="lacks a field"):
         inverse_frequencies(RopeConfig(kind="linear"), 64)
+
+
+@pytest.mark.parametrize("rope", [{"theta": 2.0}, {"theta": 1e15}], ids=str)
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"beta_fast": 1e6, "beta_slow": 1e-3, "original_context": 1},
+        {"beta_fast": 1e-3, "beta_slow": 1e-3, "original_context": 1 << 27, "truncate": False},
+        {"beta_fast": 32.0, "beta_slow": 1.0, "original_context": 512, "mscale": 1e3, "mscale_all_dim": 1e-300},
+        {"beta_fast": 32.0, "beta_slow": 1.0, "original_context": 512, "attention_factor": 1e3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("factor", [1.0, 1e6])
+def test_tables_at_the_bounds_of_yarn_are_finite(tmp_path, rope, scaling, factor):
+    config = load_model_config(tiny_model(tmp_path))
+    extreme = replace(config, rope=RopeConfig(kind="yarn", factor=factor, **rope, **scaling))
+    assert all(bool(table.isfinite().all()) for table in rope_table(extreme, 1000))
+
+
+@pytest.mark.parametrize("attention", [1e39, float("nan")])
+def test_a_table_that_is_not_finite_is_refused(tmp_path, attention):
+    config = load_model_config(tiny_model(tmp_path, rope="yarn"))
+    with pytest.raises(ModelError, match=r"rotary table of 9 positions is not finite .*yarn"):
+        rope_table(replace(config, rope=replace(config.rope, attention_factor=attention)), 9)
