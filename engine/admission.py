@@ -49,6 +49,8 @@ def never_served(request: Request, config: SchedulerConfig) -> str:
     """Why the lane could never serve this request, with both numbers; empty if it can."""
     prompt, output, limit = request.prompt_tokens, request.max_tokens, config.servable_length
     blocks = prompt // config.page_size
+    if request.malformed:
+        return request.malformed
     if prompt < 1 or output < 1:
         return f"a request needs a prompt and room for a token, but it has {prompt} and {output} tokens"
     if prompt + output > limit:

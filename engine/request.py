@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.messages import Sampling, Submit
+from kv.hashing import split_digests
 
 MAX_CLASS = 16
 """Classes reach from -MAX_CLASS to MAX_CLASS."""
@@ -82,15 +83,22 @@ class Request:
     """True while the whole lifetime is reserved: such a request is never preempted."""
     ended: bool = False
     """True once the terminal effect was emitted; tokens that still arrive are surplus."""
+    malformed: str = ""
+    """Why prompt or block hashes could not be read; such a request is never served. Empty for every other."""
     poisoned: bool = False
     """True once a step that used this request has failed: what its pages hold is unknown and must not be shared."""
 
     @classmethod
     def from_submit(cls, submit: Submit, digest_size: int, arrival: float, order: int) -> "Request":
-        """Build the live request from what crossed the socket."""
+        """Build the live request from what crossed the socket; bytes of a wrong length make it `malformed`."""
         tokens: array[int] = array("i")
-        tokens.frombytes(submit.prompt)
-        packed = submit.block_hashes
+        digests: list[bytes] = []
+        malformed = ""
+        try:
+            digests = split_digests(submit.block_hashes, digest_size)
+            tokens.frombytes(submit.prompt)
+        except ValueError as error:
+            malformed = f"prompt ({len(submit.prompt)} bytes) and block hashes cannot be read: {error}"
         return cls(
             key=submit.key,
             request_id=submit.request_id,
@@ -100,10 +108,11 @@ class Request:
             stop_token_ids=frozenset(submit.stop_token_ids),
             sampling=submit.sampling,
             cache_salt=submit.cache_salt,
-            digests=[packed[i : i + digest_size] for i in range(0, len(packed), digest_size)],
+            digests=digests,
             arrival=arrival,
             order=order,
             priority_class=priority_class(submit.priority),
+            malformed=malformed,
         )
 
     @property
