@@ -99,8 +99,6 @@ class ModelConfig:
     dtype: str
     """Type of the checkpoint's weights, one of `DTYPES`."""
     rope: RopeConfig
-    eos_token_ids: tuple[int, ...]
-    """End-of-text tokens of generation_config.json, then those that only config.json names."""
 
     @property
     def qk_norm(self) -> bool:
@@ -147,7 +145,6 @@ class _RawConfig(msgspec.Struct):
     tie_word_embeddings: bool = False
     dtype: str | None = None
     torch_dtype: str | None = None
-    eos_token_id: int | list[int] | None = None
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_theta: float | None = None
@@ -162,10 +159,6 @@ class _RawConfig(msgspec.Struct):
     quantization_config: dict[str, Any] | None = None
 
 
-class _RawGeneration(msgspec.Struct):
-    eos_token_id: int | list[int] | None = None
-
-
 def read_json(path: Path, kind: type[T]) -> T:
     """Decode `path` as JSON of type `kind`, or raise a `ModelError` that names the file and the field."""
     try:
@@ -177,7 +170,7 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 
 def load_model_config(directory: Path) -> ModelConfig:
-    """Read config.json (and generation_config.json, if there) of `directory`.
+    """Read config.json of `directory`.
 
     Both the `rope_parameters` of transformers 5 and the older `rope_theta` and `rope_scaling` are read. Raises
     `ModelError` for missing, ill-typed or out-of-range fields, and for every feature that Pagelane does not compute.
@@ -203,7 +196,6 @@ def load_model_config(directory: Path) -> ModelConfig:
         context_limit=_context_limit(path, raw, rope),
         dtype=_dtype(path, raw),
         rope=rope,
-        eos_token_ids=_eos_token_ids(path, raw),
     )
 
 
@@ -291,23 +283,6 @@ def _dtype(path: Path, raw: _RawConfig) -> str:
     if dtype not in DTYPES:
         raise ModelError(f"{path}: dtype is {dtype!r}; supported: {', '.join(DTYPES)}")
     return dtype
-
-
-def _eos_token_ids(path: Path, raw: _RawConfig) -> tuple[int, ...]:
-    generation = path.with_name("generation_config.json")
-    found: list[int] = []
-    if generation.is_file():
-        found += _token_ids(generation, read_json(generation, _RawGeneration).eos_token_id, raw.vocab_size)
-    found += _token_ids(path, raw.eos_token_id, raw.vocab_size)
-    return tuple(dict.fromkeys(found))
-
-
-def _token_ids(path: Path, value: int | list[int] | None, vocab_size: int) -> list[int]:
-    ids = [value] if isinstance(value, int) else value or []
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise ModelError(f"{path}: eos_token_id {token} is outside the vocabulary of {vocab_size} tokens")
-    return ids
 
 
 def _rope_config(path: Path, raw: _RawConfig) -> RopeConfig:

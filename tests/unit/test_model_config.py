@@ -36,10 +36,8 @@ LLAMA3_SCALING = {
 }
 
 
-def load(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None):
+def load(directory: Path, config: dict[str, Any]):
     (directory / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (directory / "generation_config.json").write_text(json.dumps(generation))
     return load_model_config(directory)
 
 
@@ -74,14 +72,6 @@ def test_model_type_suffices_without_architectures(tmp_path):
 def test_keys_that_change_nothing_are_ignored(tmp_path):
     harmless = {"_name_or_path": "x", "transformers_version": "4", "initializer_range": 0.02, "use_cache": True}
     assert load(tmp_path, LLAMA | harmless) == load(tmp_path, LLAMA)
-
-
-def test_end_tokens_of_both_files_count_and_generation_config_comes_first(tmp_path):
-    assert load(tmp_path, LLAMA).eos_token_ids == (7,)
-    assert load(tmp_path, LLAMA, {"eos_token_id": [9, 7, 5]}).eos_token_ids == (9, 7, 5)
-    assert load(tmp_path, LLAMA, {"eos_token_id": 9}).eos_token_ids == (9, 7)
-    with pytest.raises(ModelError, match=r"generation_config.json: eos_token_id 1000 is outside .* 1000 tokens"):
-        load(tmp_path, LLAMA, {"eos_token_id": 1000})
 
 
 @pytest.mark.parametrize("kind_key", ["rope_type", "type"])
