@@ -160,12 +160,6 @@ class PagePool:
             if not left:
                 self._retire(page)
 
-    def reset_cache(self) -> int:
-        """Evict every cached page and return how many there were."""
-        count = len(self._cached)
-        self._evict(count)
-        return count
-
     def _retire(self, page: int) -> None:
         """Cache or free a page that has lost its last reference."""
         digest = self.index.contents.get(page)

@@ -221,13 +221,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.model.release(sequence.pages)
 
     @rule()
-    def reset_cache(self) -> None:
-        cached = len(self.model.cached())
-        while self.model.cached():
-            self.expect_removed(self.model.evict())
-        assert self.pool.reset_cache() == cached
-
-    @rule()
     def drain(self) -> None:
         """Replaying all events gives the index, and they tell of every block once: however they were merged."""
         self.events += self.pool.events.drain()

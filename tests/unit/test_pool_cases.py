@@ -3,7 +3,7 @@
 import pytest
 
 from kv.budget import KvCapacity
-from kv.events import Removed, Stored, replay
+from kv.events import Stored, replay
 from kv.hashing import Blake2bHasher, event_hash, pack_tokens
 from kv.pool import OutOfPages, PagePool, PageStateError, SealedBlock
 
@@ -123,17 +123,6 @@ def test_tenants_do_not_share() -> None:
     pool = pool_of(2)
     store(pool, blocks(1, salt="one"))
     assert pool.match([block.digest for block in blocks(1, salt="two")], 1) == []
-
-
-def test_reset_drops_what_is_cached_and_nothing_else() -> None:
-    pool = pool_of(4)
-    first, second = blocks(1, 2), blocks(3, 4)
-    store(pool, first)
-    pool.release(store(pool, second))
-    pool.events.drain()
-    assert pool.reset_cache() == 2
-    assert pool.events.drain() == [Removed([event_hash(block.digest) for block in reversed(second)])]
-    assert len(pool.match([block.digest for block in first], 2)) == 2
 
 
 def test_wrong_states_are_refused() -> None:
