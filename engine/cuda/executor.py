@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.cuda.arena import DeviceArena
 from engine.cuda.attention_plan import StepRows
 from engine.cuda.decoder import CudaDecoder, StepAttention
-from engine.cuda.inputs import STAGES, StepInputs, step_rows
+from engine.cuda.inputs import STAGES, Array, StepInputs, step_rows
 from engine.cuda.sampling import DeviceSampler
 from engine.plan import PlanCapacity, PlanError
 from engine.step import StepPlan, StepResult
@@ -55,7 +55,12 @@ class ExecutorParts:
 class Launched(NamedTuple):
     """A step in flight: where its tokens will be on the host, and the event that says they are there."""
 
-    tokens: "np.ndarray[tuple[int], np.dtype[np.int32]]"
+    tokens: Array
+    """int32 `[sampled rows]`."""
+    faulty: Array
+    """int32 `[rows]`: tokens of each row of the step whose numbers are not finite."""
+    slots: list[int]
+    """Row slot of each row of the step."""
     ready: "torch.cuda.Event | None"
 
 
@@ -74,8 +79,9 @@ class CudaExecutor:
         device = self._logits.device
         self._on_gpu = device.type == "cuda"
         rows = parts.capacity.max_rows
-        self._tokens = torch.zeros((STAGES + 1, rows), dtype=torch.int32, device=device)
-        self._host_tokens = torch.zeros((STAGES + 1, rows), dtype=torch.int32, pin_memory=self._on_gpu)
+        # By step in flight: sampled tokens, and how many tokens of each row are not finite.
+        self._results = torch.zeros((STAGES + 1, 2, rows), dtype=torch.int32, device=device)
+        self._host_results = torch.zeros((STAGES + 1, 2, rows), dtype=torch.int32, pin_memory=self._on_gpu)
         self._copies = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._turn = 0
 
@@ -87,14 +93,15 @@ class CudaExecutor:
         if plan.tokens:
             self.parts.attention.begin(rows)
         self.inputs.write(plan, rows)
-        self._turn = (self._turn + 1) % self._tokens.shape[0]
+        self._turn = (self._turn + 1) % self._results.shape[0]
         if plan.tokens:
             tokens = self.inputs.by_token
             hidden = self.parts.decoder.forward(
                 tokens("token_ids"), tokens("positions"), tokens("slot_mapping"), self.parts.attention
             )
+            self._count_faulty(hidden)
             self._sample(plan, hidden)
-        return self._fetch(len(plan.sampled_rows))
+        return self._fetch(plan)
 
     def collect(self, handle: object) -> StepResult:
         """Wait for a launched step and return its tokens."""
@@ -102,7 +109,8 @@ class CudaExecutor:
             raise TypeError(f"collect got {type(handle).__name__}, but wants what launch returned")
         if handle.ready is not None:
             handle.ready.synchronize()
-        return StepResult(handle.tokens.tolist())
+        faulty = frozenset(slot for slot, count in zip(handle.slots, handle.faulty.tolist(), strict=True) if count)
+        return StepResult(handle.tokens.tolist(), failed_rows=faulty)
 
     def _check(self, plan: StepPlan) -> None:
         self.parts.capacity.check(plan, self.parts.pages)
@@ -111,6 +119,16 @@ class CudaExecutor:
             for token in (int(tokens.min()), int(tokens.max())):
                 if not 0 <= token < self._vocab:
                     raise PlanError(f"token id in the chunk of row {chunk.row}", token, self._vocab - 1)
+
+    def _count_faulty(self, hidden: Tensor) -> None:
+        """Count each row's tokens whose `hidden [tokens, hidden]` is not finite."""
+        # Such a number makes the sum of its token so.
+        counts = (~hidden.sum(dim=-1, dtype=torch.float32).isfinite()).cumsum(0, dtype=torch.int32)
+        rows = self.inputs.rows
+        ends = counts[self.inputs.staged["query_indptr"][1 : rows + 1] - 1]
+        faulty = self._results[self._turn, 1, :rows]
+        faulty.copy_(ends)
+        faulty[1:] -= ends[:-1]
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> None:
         """Logits and tokens of the step's sampled rows, a slice of rows at a time."""
@@ -128,18 +146,20 @@ class CudaExecutor:
                 torch.mm(last, head.t(), out_dtype=torch.float32, out=logits)
             if self.tap is not None:
                 self.tap(slots[begin:end], logits)
-            tokens = self._tokens[self._turn, begin:end]
+            tokens = self._results[self._turn, 0, begin:end]
             self._sampler.choose(logits, self.inputs, slice(begin, end), slots[begin:end], tokens)
             self.inputs.keep(begin, end, tokens)
 
-    def _fetch(self, count: int) -> Launched:
-        source, target = self._tokens[self._turn, :count], self._host_tokens[self._turn, :count]
+    def _fetch(self, plan: StepPlan) -> Launched:
+        source, target = self._results[self._turn], self._host_results[self._turn]
+        slots = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
+        tokens, faulty = target[0, : len(plan.sampled_rows)], target[1, : len(slots)]
         if self._copies is None:
             target.copy_(source)
-            return Launched(target.numpy().copy(), None)
+            return Launched(tokens.numpy().copy(), faulty.numpy().copy(), slots, None)
         self._copies.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return Launched(target.numpy(), ready)
+        return Launched(tokens.numpy(), faulty.numpy(), slots, ready)

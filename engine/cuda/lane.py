@@ -13,9 +13,10 @@ from engine.cuda.arena import DeviceArena
 from engine.cuda.attention import FlashInferAttention, load_modules
 from engine.cuda.decoder import CudaDecoder, DecoderParts, FusedOps, rope_rows
 from engine.cuda.executor import CudaExecutor, ExecutorParts, reserve_logits
-from engine.cuda.flashinfer_raw import ModuleNeeds
+from engine.cuda.flashinfer_raw import ModuleNeeds, installed_version, signatures
 from engine.cuda.inputs import InputLayout, StepInputs
 from engine.cuda.layout import AttentionCapacity, AttentionLayout
+from engine.cuda.self_check import check_planner
 from engine.memory import MIB, MemoryPlan, MemoryReport
 from engine.messages import Sampling
 from engine.models.config import ModelConfig, load_model_config
@@ -185,6 +186,10 @@ def prepare(
     logits.allocate()
     card = torch.cuda.get_device_properties(device)
     plans = AttentionCapacity(capacity, card.multi_processor_count, sm90=card.major == 9, xqa=False)
+    modules = load_modules(
+        ModuleNeeds(model.head_dim, model.group, geometry.page_size, name, sm90=plans.sm90, xqa=plans.xqa)
+    )
+    check_planner(signatures(installed_version()), modules["fa2"], plans.shape)
     return CudaBuild(
         config,
         model,
@@ -198,9 +203,7 @@ def prepare(
         inputs=StepInputs(capacity, device, write_step),
         plans=plans,
         plan_arena=torch.zeros(AttentionLayout(plans).nbytes, dtype=torch.uint8, device=device),
-        modules=load_modules(
-            ModuleNeeds(model.head_dim, model.group, geometry.page_size, name, sm90=plans.sm90, xqa=plans.xqa)
-        ),
+        modules=modules,
         cos_sin=rope_rows(model, capacity.max_context, device),
     )
 

@@ -8,7 +8,7 @@ _BLOCK = 512
 """Pages or tokens that a program handles at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "decode_rows"])
 def _step_head(
     block_table,
     last_tokens,

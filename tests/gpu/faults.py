@@ -98,10 +98,10 @@ def stale_plan() -> Any:
     right = FlashInferAttention.begin
 
     def wrong(self: FlashInferAttention, rows: attention_plan.StepRows) -> None:
-        before = self.plans.current
-        right(self, rows)
-        if not len(rows.chunk_tokens) and before.decode is not None:
-            self.plans.current = before._replace(chunks=None)
+        if not len(rows.chunk_tokens) and self.plans.current.decode is not None:
+            self.plans.current = self.plans.current._replace(chunks=None)
+        else:
+            right(self, rows)
 
     return patch.object(FlashInferAttention, "begin", wrong)
 

@@ -1,5 +1,6 @@
 """Lanes on given weights, and drivers that bring cases to them in every way that the gate asks for."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ def build(
     context_limit: int | None = 8400,
 ) -> TestLane:
     """A lane in bfloat16 with a pool of `kv_tokens` tokens."""
+    # Executor and driver point at each other; what an earlier lane holds goes with them.
+    gc.collect()
+    torch.cuda.empty_cache()
     config = CoreConfig(
         model=str(directory),
         kv_page_size=page_size,

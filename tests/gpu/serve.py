@@ -88,10 +88,11 @@ async def smoke(results: Results, directory: Path) -> None:
                     "prompt": f"User {number} asks about the weather. " * (1 + number),
                     "max_tokens": 32,
                     "temperature": 0,
-                    "nvext": {"ignore_eos": True},
+                    "ignore_eos": True,
                 }
                 answer = await client.post(f"{stack.url}/v1/completions", json=body)
-                answer.raise_for_status()
+                if answer.status_code != 200:
+                    raise RuntimeError(f"{answer.status_code}: {answer.text[:300]}")
                 return int(answer.json()["usage"]["completion_tokens"])
 
             began = time.perf_counter()

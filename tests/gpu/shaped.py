@@ -1,8 +1,8 @@
 """Random weights of real shapes that behave: logits of a few nats of entropy, attention far from uniform.
 
 - Attention scores get a standard deviation of about 4, so that a query's entropy is well under half of a uniform one's.
-- Each half layer adds `_LAYER_SHARE` of the embedding's size to the residual stream. More would be chaos: with 0.25,
-  bfloat16 in `transformers` itself was 0.24 nats from float32 on the 4B shape, and lost 1.3 nats to argmax.
+- Each half layer adds `_LAYERS_SHARE / layers` of the embedding's size to the residual stream. More is chaos: with
+  0.25 in each, bfloat16 in `transformers` itself was 0.24 nats from float32 on the 4B shape, and lost 1.3 to argmax.
 - Every embedding has one direction in common, and the head of `_COMMON` tokens reads it: a bias in their favour, as
   real models have for frequent tokens. Without it, few nats would need logits so large that any rounding changes them.
 - The final norm has random signs: with a tied head, the last token would otherwise repeat itself.
@@ -29,7 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "group5-128": {"hidden_size": 1536, "intermediate_size": 4096, "layers": 4, "heads": 40, "tied": True},
 }  # fmt: skip
 _EMBEDDING_STD = 0.08
-_LAYER_SHARE = 0.04
+_LAYERS_SHARE = 1.1
 _COMMON = 256
 _SHARED_SIZE = 0.4
 _BIAS_NATS = 40.0
@@ -84,7 +84,7 @@ def shaped_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
         elif "embed_tokens" in name or "lm_head" in name:
             value = random(*shape) * _EMBEDDING_STD
         elif "o_proj" in name or "down_proj" in name:
-            value = random(*shape) * (2 * _LAYER_SHARE * _EMBEDDING_STD * shape[1] ** -0.5)
+            value = random(*shape) * (2 * _LAYERS_SHARE / config.layers * _EMBEDDING_STD * shape[1] ** -0.5)
         else:
             value = random(*shape) * shape[1] ** -0.5
         weights[name] = value

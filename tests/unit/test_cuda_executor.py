@@ -96,3 +96,19 @@ def test_drawn_tokens_depend_on_seed_and_position_and_not_on_mates(
         texts.append(row.tokens)
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 4
+
+
+def test_rows_that_are_not_finite_are_named_and_the_others_are_not(qwen3: tuple[Path, list[golden.Reference]]) -> None:
+    executor = cuda_lane_on_cpu(qwen3[0]).executor
+    embedding = executor.parts.decoder.parts.weights.embedding
+    embedding[300] = torch.nan
+    chunks = [
+        Chunk(slot, 0, tokens, slot != 2) for slot, tokens in ((5, [7] * 9), (1, [8, 300, 8]), (2, [300]), (0, [9]))
+    ]
+    table = [TableUpdate(chunk.row, 0, 1 + chunk.row) for chunk in chunks]
+    starts = [RowStart(chunk.row, Sampling()) for chunk in chunks]
+    result = executor.collect(executor.launch(StepPlan(0, starts, table, [], [], chunks)))
+    assert result.failed_rows == {1, 2}
+    assert len(result.tokens) == 3
+    decoded = executor.collect(executor.launch(StepPlan(1, [], [], [5, 0], [10, 2], [])))
+    assert decoded.failed_rows == set()
