@@ -167,8 +167,6 @@ class PlanLayout:
         yield "top_p", "float32", slots
         yield "min_p", "float32", slots
         yield "seed", "int64", slots
-        yield "row_slots", "int32", rows
-        yield "lengths", "int32", rows
         yield "query_indptr", "int32", (capacity.max_rows + 1,)
         yield "page_indptr", "int32", (capacity.max_rows + 1,)
         yield "page_indices", "int32", (capacity.max_pages,)

@@ -64,8 +64,6 @@ class StepInputs:
 
     def _write_rows(self, slots: list[int], counts: list[int], lengths: list[int]) -> None:
         array, rows = self._arena.array, self._rows
-        array("row_slots")[:rows] = slots
-        array("lengths")[:rows] = lengths
         pages, last = page_counts(np.asarray(lengths, dtype=np.int64), self._page_size)
         array("last_page_len")[:rows] = last
         array("query_indptr")[0] = array("page_indptr")[0] = 0
