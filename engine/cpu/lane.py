@@ -30,7 +30,6 @@ class CpuLane:
     model_config: ModelConfig
     geometry: KvGeometry
     capacity: KvCapacity
-    context_limit: int
     servable_length: int
     report: MemoryReport
     seconds: dict[str, float]
@@ -87,7 +86,6 @@ def create_cpu_lane(
         model_config=design.model,
         geometry=design.budget.geometry,
         capacity=design.budget.capacity,
-        context_limit=_context_limit(config, design.model),
         servable_length=design.capacity.context_limit,
         report=MemoryReport(design.memory, _measure(parts)),
         seconds={"load": loaded - began, "tune": clock() - loaded},

@@ -224,11 +224,11 @@ def config(directory: Path, **settings: object) -> CoreConfig:
 
 def test_the_lane_says_what_it_can_serve(directory: Path) -> None:
     built = create_cpu_lane(config(directory, context_limit=100), directory)
-    assert (built.context_limit, built.servable_length) == (100, 100)
+    assert built.servable_length == 100
     assert built.geometry == KvGeometry(16, 2, 2, 16, "float32")
     small = create_cpu_lane(config(directory, kv_cache_memory="64KiB"), directory)
     assert small.capacity.usable_pages == (64 << 10) // small.geometry.page_bytes - 1
-    assert small.servable_length == small.capacity.tokens < small.context_limit == 2048
+    assert small.servable_length == small.capacity.tokens < small.model_config.context_limit == 2048
 
 
 @pytest.mark.parametrize(
