@@ -23,7 +23,7 @@ from engine.messages import Finished, Ready, Submit
 from kv.hashing import Blake2bHasher
 from worker import convert, metrics
 from worker.client import CORE_COMMAND, ClientConfig, CoreClient, CoreError, Listener, Stream
-from worker.config import WorkerConfig
+from worker.config import ConfigError, WorkerConfig
 from worker.flags import load_config
 from worker.model import generation_defaults
 from worker.publish import RANK, EventRelay, LoadReporter
@@ -98,7 +98,11 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
     async def start(self, worker_id: int) -> EngineConfig:
         """Start the engine core and wait until it can serve. Raises `EngineShutdown` if it cannot."""
         directory = model_directory(self.config)
-        defaults = generation_defaults(directory)
+        try:
+            defaults = generation_defaults(directory)
+        except ConfigError as error:
+            self._failure = str(error)
+            raise EngineShutdown(self._failure) from None
         for request in defaults.unserved:
             logger.warning("generation_config.json asks for %s, which is not served and is left out", request)
         core = msgspec.structs.replace(self.config.core(), model=str(directory))

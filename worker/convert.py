@@ -52,7 +52,7 @@ def to_submit(
         block_hashes=b"",
         max_tokens=_max_tokens(stop.get("max_tokens"), room, model.default_max_tokens),
         stop_token_ids=_stop_tokens(request, stop),
-        sampling=_sampling(_group(request, "sampling_options"), model.defaults, random_seed),
+        sampling=to_sampling(_group(request, "sampling_options"), model.defaults, random_seed),
         cache_salt=_text(routing.get("cache_salt"), "cache_salt"),
         priority=_integer(routing.get("priority"), "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0,
     )
@@ -131,8 +131,8 @@ def _token_set(value: Any, name: str) -> Iterable[int]:
     return value
 
 
-def _sampling(options: Mapping[str, Any], defaults: Sampling, random_seed: Callable[[], int]) -> Sampling:
-    """Sampling of one request; what it leaves out comes from the model's defaults."""
+def to_sampling(options: Mapping[str, Any], defaults: Sampling, random_seed: Callable[[], int]) -> Sampling:
+    """Check sampling options; what they leave out comes from `defaults`. Keys that are not for sampling do nothing."""
     seed = _integer(options.get("seed"), "seed", None, None)
     top_k = _integer(options.get("top_k"), "top_k", -1, None)
     return Sampling(

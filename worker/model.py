@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+from dynamo.llm.exceptions import InvalidArgument
 
 from engine.messages import Sampling
 from worker.config import ConfigError
+from worker.convert import to_sampling
 
 PARSERS = {"qwen3": ("hermes", "qwen3"), "qwen3_moe": ("hermes", "qwen3")}
 """By `model_type` of config.json: Dynamo's parsers of tool calls and of reasoning. Other families get none."""
@@ -43,16 +45,16 @@ def generation_defaults(directory: Path) -> GenerationDefaults:
     """Defaults from generation_config.json, field by field as vLLM takes them; a missing temperature is OpenAI's 1.
 
     `do_sample: false` is the author's word that the model is meant to be greedy: temperature 0. A missing file is no
-    error. Raises `ConfigError` if the file cannot be read.
+    error. Raises `ConfigError` if the file cannot be read or holds what a request would be refused for.
     """
-    file = _read(directory / "generation_config.json", _GenerationConfig)
-    temperature = 1.0 if file.temperature is None else file.temperature
-    sampling = Sampling(
-        temperature=0.0 if file.do_sample is False else temperature,
-        top_k=max(file.top_k or 0, 0),
-        top_p=1.0 if file.top_p is None else file.top_p,
-        min_p=file.min_p or 0.0,
-    )
+    path = directory / "generation_config.json"
+    file = _read(path, _GenerationConfig)
+    try:
+        sampling = to_sampling(msgspec.structs.asdict(file), Sampling(temperature=1.0), lambda: 0)
+    except InvalidArgument as error:
+        raise ConfigError(f"{path}: {error}; correct the file") from None
+    if file.do_sample is False:
+        sampling = msgspec.structs.replace(sampling, temperature=0.0)
     penalty = file.repetition_penalty
     unserved = () if penalty is None or penalty == 1.0 else (f"repetition_penalty {penalty:g}",)
     return GenerationDefaults(sampling, unserved)

@@ -42,7 +42,7 @@ def model(tmp_path):
     (directory / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     (directory / "generation_config.json").write_text(json.dumps({"do_sample": False}))
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):  # the fake core reads none of them
-        (directory / name).touch()
+        (directory / name).write_text("{}")
     return directory
 
 
@@ -322,6 +322,15 @@ async def test_a_core_that_cannot_start_is_named_and_cleaned_up(model, options, 
     with pytest.raises(EngineShutdown, match=reason):
         await backend.start(7)
     assert reason in backend.failure
+    await backend.cleanup()
+
+
+async def test_a_models_sampling_defaults_that_cannot_be_served_are_named(model):
+    (model / "generation_config.json").write_text(json.dumps({"temperature": -1}))
+    backend = make(model)
+    with pytest.raises(EngineShutdown, match=r"generation_config\.json: temperature is -1"):
+        await backend.start(7)
+    assert "temperature is -1" in backend.failure
     await backend.cleanup()
 
 

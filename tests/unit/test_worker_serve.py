@@ -80,6 +80,8 @@ def test_an_unknown_command_prints_the_usage(capsys, argv):
         ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, (0.6, 20, 0.95, 0.0)),
         ({"temperature": 0.7, "min_p": 0.05}, (0.7, 0, 1.0, 0.05)),
         ({"do_sample": False, "temperature": 0.7, "eos_token_id": [1, 2]}, (0.0, 0, 1.0, 0.0)),
+        ({"top_k": -1}, (1.0, 0, 1.0, 0.0)),
+        ({"top_k": 3_000_000_000}, (1.0, 2**31 - 1, 1.0, 0.0)),
     ],
 )
 def test_sampling_defaults_come_from_the_models_file(tmp_path, file, expected):
@@ -101,6 +103,18 @@ def test_a_broken_file_is_named(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         generation_defaults(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("temperature", -1), ("top_p", -3), ("top_p", 0), ("top_p", 1.5), ("min_p", 7), ("min_p", -0.1), ("top_k", -2)],
+)
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_a_default_that_no_client_may_ask_for_is_refused(tmp_path, key, value, do_sample):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": do_sample, key: value}))
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: {key} is {value}") as refusal:
+        generation_defaults(tmp_path)
+    assert "\n" not in str(refusal.value)
 
 
 def test_parsers_exist_in_dynamo_and_follow_the_family(tmp_path):
