@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from engine.core import Channel, Core
-from engine.messages import Failed, Ready, Start
+from engine.messages import Failed, Ready, Start, Stop
 
 PR_SET_PDEATHSIG = 1
 
@@ -43,6 +43,8 @@ def serve(channel: Channel) -> int:
     if not messages or not isinstance(messages[0], Start):
         logging.error("no Start message came within 30 s; the engine core ends")
         return 1
+    if any(isinstance(message, Stop) for message in messages[1:]):  # nothing else may come before `Ready`
+        return 0
     config = messages[0].config
     began = time.monotonic()
     try:
