@@ -36,8 +36,13 @@ from engine.messages import (
     Submit,
 )
 from kv.events import Removed, Stored
+from worker.config import CORE_KILL_S, CORE_STOP_S
 
 CORE_COMMAND = (sys.executable, "-m", "engine")
+
+
+STOPPING = "the worker shuts down"
+"""What those are told who wait for a core that is being stopped."""
 
 
 class CoreError(Exception):
@@ -51,8 +56,8 @@ class ClientConfig:
     core: CoreConfig
     command: Sequence[str] = CORE_COMMAND
     """Program and first arguments; the socket's address is added."""
-    stop_timeout_s: float = 5.0
-    """How long a core may take to end after `Stop`, and again after SIGTERM, before it is killed."""
+    stop_timeout_s: float = CORE_STOP_S
+    """How long a core that serves may take to end after `Stop` before it is killed."""
     clock: Callable[[], float] = time.monotonic
 
 
@@ -143,11 +148,17 @@ class CoreClient:
         return self._process.pid if self._process is not None else 0
 
     async def start(self) -> Ready:
-        """Start the core and wait until it can serve. Raises `CoreError` if it cannot."""
+        """Start the core and wait until it can serve. Raises `CoreError` if it cannot, or if `stop` comes first.
+
+        Loading has no time limit: how long it takes depends on the model, the disk and what has to be compiled, and
+        nothing tells a core that loads from one that hangs. Its end is noticed, and `stop` kills it at once; a limit
+        belongs to whoever runs the worker, such as Kubernetes' startup probe.
+        """
+        if self._stopping:
+            raise CoreError(STOPPING)
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        address = self._bind()
-        self._spawn(address)
+        self._spawn(self._bind())
         self._heard = self._config.clock()
         self._send(Start(self._config.core))
         ready = await self._ready
@@ -156,28 +167,54 @@ class CoreClient:
         return ready
 
     def _bind(self) -> str:
-        self._directory = Path(tempfile.mkdtemp(prefix="pagelane-"))  # made with mode 0700: others cannot connect
-        address = f"ipc://{self._directory / 'core.sock'}"
+        try:
+            self._directory = Path(tempfile.mkdtemp(prefix="pagelane-"))  # mode 0700: others cannot connect
+        except OSError as error:
+            raise CoreError(
+                f"its socket needs a temporary folder, and none can be made ({error}): set TMPDIR"
+            ) from None
+        path = self._directory / "core.sock"
+        length = len(os.fsencode(path))
+        if length > zmq.IPC_PATH_MAX_LEN:
+            raise CoreError(
+                f"the path of its socket, {path}, has {length} bytes, but a socket's path has at most "
+                f"{zmq.IPC_PATH_MAX_LEN}: set TMPDIR to a folder with a path shorter by {length - zmq.IPC_PATH_MAX_LEN}"
+            )
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.linger = 0
-        self._socket.bind(address)
+        try:
+            self._socket.bind(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            raise CoreError(f"its socket {path} cannot be made ({error}): set TMPDIR to another folder") from None
         asyncio.get_running_loop().add_reader(int(self._socket.fd), self._on_socket)
-        return address
+        return f"ipc://{path}"
 
     def _spawn(self, address: str) -> None:
         # A session of its own: Ctrl-C in a terminal reaches the worker alone, which then drains and stops the core.
         command = [*self._config.command, address]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-        self._pidfd = os.pidfd_open(self._process.pid)
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError as error:
+            raise CoreError(f"{command[0]} cannot be run as its process: {error}") from None
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
 
+    @property
+    def _serving(self) -> bool:
+        ready = self._ready
+        started = ready is not None and ready.done() and not ready.cancelled() and ready.exception() is None
+        return started and self._failure is None and not self._stopping
+
     def submit(self, submit: Submit) -> Stream:
-        """Hand a request to the core. Its stream ends exactly once, by `end` or by `error`."""
+        """Hand a request to the core. Its stream ends exactly once, by `end` or by `error`.
+
+        By `error` at once unless the core serves: nothing but `Stop` may reach it before it is ready.
+        """
         stream = Stream(submit.key)
-        if self._failure is not None or self._socket is None:
-            stream.error = self._failure or "the engine core is not running"
+        if not self._serving:
+            stream.error = self._failure or (STOPPING if self._stopping else "the engine core is not running")
             return stream
         if not self._streams:
             self._busy_since = self._config.clock()
@@ -202,31 +239,39 @@ class CoreClient:
         for stream in streams.values():
             stream.error = reason
             stream.wake()
-        if self._failure is None and self._socket is not None:
+        if streams and self._serving:
             self._cancels.extend(streams)
             self._schedule_flush()
 
     async def stop(self) -> None:
-        """End the core: asked first, then terminated, then killed. May be called at any time and more than once."""
+        """End the core. May be called at any time and more than once.
+
+        A core that serves is asked first, and killed `stop_timeout_s` later. One that loads or is lost reads nothing,
+        and is killed at once.
+        """
+        asked = self._serving
         self._stopping = True
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(CoreError(STOPPING))
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
-        self.fail_streams("the worker shuts down")
+        self.fail_streams(STOPPING)
         if self._process is not None:
-            await self._end_process(self._process)
+            await self._end_process(self._process, asked)
         self._close()
 
-    async def _end_process(self, process: subprocess.Popen[bytes]) -> None:
-        if self._socket is not None:
+    async def _end_process(self, process: subprocess.Popen[bytes], asked: bool) -> None:
+        if asked:
             self._send(Stop())
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            if number is not None and process.poll() is None:
-                process.send_signal(number)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._exited.wait(), self._config.stop_timeout_s)
-            if process.poll() is not None:
-                return
+            await self._exit_within(self._config.stop_timeout_s)
+        if process.poll() is None:
+            process.kill()
+            await self._exit_within(CORE_KILL_S)
+
+    async def _exit_within(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._exited.wait(), seconds)
 
     def _close(self) -> None:
         loop = asyncio.get_running_loop()
@@ -239,6 +284,9 @@ class CoreClient:
             self._socket.close()
             self._context.term()
             self._socket = self._context = None
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
@@ -263,14 +311,29 @@ class CoreClient:
     def _on_socket(self) -> None:
         """Send and take whatever can be.
 
-        The socket's file descriptor is edge-triggered and any call on the socket can use up the edge, so that both
-        directions are exhausted every time.
+        The socket's file descriptor is edge-triggered and any call on the socket can use up the edge, also that of the
+        other direction. So both are exhausted until the socket itself says that nothing is left to do.
         """
-        with contextlib.suppress(zmq.Again):  # the core has not connected yet; the descriptor tells when it does
-            while self._outbox and self._socket is not None:
-                self._socket.send(self._outbox[0], zmq.NOBLOCK)
-                self._outbox.popleft()
+        while self._exchange():
+            pass
+
+    def _exchange(self) -> bool:
+        """Send and take once; True if the socket can do more."""
+        if self._socket is not None:
+            self._send_outbox(self._socket)
         self._drain()
+        if self._socket is None:
+            return False
+        wanted = zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0)
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & wanted)
+
+    def _send_outbox(self, socket: "zmq.Socket[bytes]") -> None:
+        with contextlib.suppress(zmq.Again):  # the core has not connected yet; the descriptor tells when it does
+            while self._outbox:
+                socket.send(self._outbox[0], zmq.NOBLOCK)
+                self._outbox.popleft()
+                # Connected: nobody needs the path any more, and a worker that is killed leaves nothing behind.
+                self._remove_directory()
 
     def _drain(self) -> None:
         while self._socket is not None:
@@ -335,7 +398,7 @@ class CoreClient:
             await asyncio.sleep(min(1.0, limit / 4))
             silence = self._config.clock() - self._heard
             if silence > limit:
-                self._drain()  # the loop itself may have been held up: what has come meanwhile counts
+                self._on_socket()  # the loop itself may have been held up: what has come meanwhile counts
                 silence = self._config.clock() - self._heard
             if silence > limit:
                 self._fail(f"the engine core has said nothing for {silence:.1f} s (step_timeout_s is {limit:g})")

@@ -31,6 +31,11 @@ ENVIRONMENT = {
 SHUTDOWN_DEADLINE = ("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", 30.0)
 GRACE_PERIOD = ("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 5.0)
 
+CORE_STOP_S = 3.0
+"""How long the engine core may take to end after it was asked to, in seconds."""
+CORE_KILL_S = 1.0
+"""How long the end of a killed engine core is waited for, in seconds."""
+
 
 class ConfigError(ValueError):
     """The configuration cannot be used. The text is one line that names key, value and what is allowed."""
@@ -87,8 +92,8 @@ class WorkerConfig(CoreConfig, kw_only=True, frozen=True, forbid_unknown_fields=
         float,
         Meta(
             ge=0,
-            description="At shutdown, how long running requests may go on, in seconds. With Dynamo's grace period it "
-            "must stay below DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT (30).",
+            description="At shutdown, how long running requests may go on, in seconds. With Dynamo's grace period and "
+            "4 s to end the engine core it must stay below DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT (30).",
         ),
     ] = 20.0
 
@@ -130,10 +135,12 @@ def _check_endpoint_types(value: str) -> None:
 def _check_drain(drain_s: float, environ: Mapping[str, str]) -> None:
     deadline = _seconds(environ, *SHUTDOWN_DEADLINE)
     grace = _seconds(environ, *GRACE_PERIOD)
-    if drain_s + grace >= deadline:
+    stop = CORE_STOP_S + CORE_KILL_S
+    if not drain_s + grace + stop < deadline:
         raise ConfigError(
-            f"drain_timeout_s is {drain_s:g} and {GRACE_PERIOD[0]} is {grace:g}, together at or over "
-            f"{SHUTDOWN_DEADLINE[0]}, which is {deadline:g}: the process would be killed while it drains; "
+            f"drain_timeout_s is {drain_s:g}, {GRACE_PERIOD[0]} is {grace:g} and ending the engine core takes up to "
+            f"{stop:g}, together at or over {SHUTDOWN_DEADLINE[0]}, which is {deadline:g}: the process would be killed "
+            "while it drains; "
             f"lower drain_timeout_s or raise {SHUTDOWN_DEADLINE[0]}"
         )
 

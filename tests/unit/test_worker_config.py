@@ -137,9 +137,10 @@ def test_a_chunk_must_fit_in_a_step():
 @pytest.mark.parametrize(
     ("drain", "environ", "ok"),
     [
-        ("24", {}, True),
-        ("25", {}, False),
-        ("29", {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0"}, True),
+        ("20.9", {}, True),
+        ("21", {}, False),  # with 5 s of grace and 4 s to end the core
+        ("25.9", {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0"}, True),
+        ("1", {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "nan"}, False),
         ("60", {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "90"}, True),
         ("60", {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "60"}, False),
         ("60", {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "soon"}, False),
