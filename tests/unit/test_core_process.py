@@ -12,6 +12,7 @@ import psutil
 import pytest
 import zmq
 
+from engine.__main__ import serve
 from engine.config import CoreConfig
 from engine.messages import Failed, FromCore, Heartbeat, Ready, Requests, Sampling, Start, StepOutput, Stop, Submit
 from kv.events import replay
@@ -134,6 +135,22 @@ def test_a_core_that_cannot_start_says_why_in_one_line(core, tmp_path):
     assert core.child.wait(10) == 1
 
 
+def test_a_stop_right_behind_the_start_ends_the_core_before_it_loads(tmp_path):
+    class OneBatch:
+        def __init__(self):
+            self.sent = []
+
+        def receive(self, timeout_s):
+            return [Start(CoreConfig(model=str(tmp_path / "nothing"))), Stop()]
+
+        def send(self, message):
+            self.sent.append(message)
+
+    channel = OneBatch()
+    assert serve(channel) == 0
+    assert channel.sent == []
+
+
 def test_a_core_waits_out_interrupts_and_terminations_which_are_its_workers_business(core, model):
     start(core, model)
     core.child.send_signal(signal.SIGINT)
@@ -152,6 +169,12 @@ def test_bytes_that_are_no_message_end_the_core_with_a_reason(core, model):
     assert core.child.wait(10) == 1
 
 
+def ignores(pid: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = next(line for line in status.splitlines() if line.startswith("SigIgn:")).split()[1]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def test_a_core_dies_with_its_worker(tmp_path):
     """The worker is killed outright: nobody tells the core, and it must not live on."""
     script = (
@@ -166,9 +189,9 @@ def test_a_core_dies_with_its_worker(tmp_path):
     assert worker.stdout is not None
     core_pid = int(worker.stdout.readline())
     deadline = time.monotonic() + 20
-    while "-m" not in psutil.Process(core_pid).cmdline() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(1.0)  # past the import of ctypes and the request to the kernel
+    while not ignores(core_pid, signal.SIGTERM):  # the core does so once it has asked the kernel to end with its parent
+        assert time.monotonic() < deadline, "the core did not start"
+        time.sleep(0.02)
     os.kill(worker.pid, signal.SIGKILL)
     worker.wait()
     worker.stdout.close()
