@@ -172,6 +172,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             arrived = self._around.clock()
             submit = self._admitted(request, context)
             if context.is_stopped():
+                self._observations().finished.labels("cancelled").inc()
                 yield convert.final_chunk([], _cancelled(submit, 0))
                 return
             running = self._enter(submit, context, arrived)
@@ -180,6 +181,9 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
                     chunk = self._next_chunk(running, await running.stream.take())
                     if chunk is not None:
                         yield chunk
+            except BaseException as cause:  # GeneratorExit and CancelledError: the consumer has closed the stream
+                self._end(running, "error" if isinstance(cause, Exception) else "cancelled")
+                raise
             finally:
                 self._leave(running)
         except DynamoException:
@@ -204,6 +208,9 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             raise
         except EngineShutdown:
             observed.refused.labels("shutdown").inc()
+            raise
+        except Exception:
+            observed.finished.labels("error").inc()
             raise
 
     def _hashed(self, submit: Submit) -> Submit:
@@ -235,9 +242,14 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         end = self._end_of(running)
         if end is None:
             return convert.token_chunk(tokens) if tokens else None
-        running.ended = True
-        self._observations().finished.labels(end.reason).inc()
+        self._end(running, end.reason)
         return convert.final_chunk(tokens, end)
+
+    def _end(self, running: _Running, reason: str) -> None:
+        """Count a request's end; only the first time, so that each request has one reason."""
+        if not running.ended:
+            running.ended = True
+            self._observations().finished.labels(reason).inc()
 
     def _observe(self, running: _Running, count: int) -> None:
         now, observed = self._around.clock(), self._observations()
@@ -251,17 +263,16 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         """How a request ended, None if it goes on."""
         stream, request_id = running.stream, running.submit.request_id
         if stream.error is not None:
-            self._observations().finished.labels("error").inc()
             raise EngineShutdown(stream.error)
         if stream.end is None:
             gone = stream.cancelled or running.context.is_stopped()
             return _cancelled(running.submit, stream.delivered) if gone else None
         if stream.end.refused:
+            running.ended = True
             self._observations().refused.labels("capacity").inc()
             logger.warning("request %s: refused: %s", request_id, stream.end.message)
             raise CannotConnect(stream.end.message)
         if stream.end.reason == "error":
-            self._observations().finished.labels("error").inc()
             logger.error("request %s: %s", request_id, stream.end.message)
             raise Unknown(stream.end.message)
         return stream.end

@@ -19,10 +19,12 @@ from dynamo._core import Context
 from dynamo.common.backend.health_check import is_probe
 from dynamo.llm.exceptions import CannotConnect, EngineShutdown, InvalidArgument, Unknown
 
+from engine.messages import Stats
 from kv.hashing import Blake2bHasher, event_hash
 from worker import backend as backend_module
 from worker.backend import Backend, Surroundings
 from worker.config import WorkerConfig
+from worker.publish import LoadReporter
 from worker.registration import PAGE_SIZE_KEY, other_page_size
 
 FAKE_CORE = str(Path(__file__).parents[1] / "fake_core.py")
@@ -153,6 +155,7 @@ async def test_a_request_gets_its_tokens_and_one_terminal_chunk(model, packed):
         check_stream(chunks)
         assert tokens_of(chunks) == [4, 5, 6, 7, 8]
         assert chunks[-1]["finish_reason"] == "length"
+        assert counted(backend) == {"length": 1}
 
 
 async def test_a_stop_token_is_delivered_and_ends_the_request(model):
@@ -211,9 +214,19 @@ async def test_load_is_reported_on_change_and_regularly(model):
         assert recorder.load[-1].kv_used_blocks == 0
         assert recorder.load[-1].kv_cache_hit_rate == 0.0
         before = len(recorder.load)
-        await asyncio.sleep(0.5)
-        assert 5 <= len(recorder.load) - before <= 12
+        await until(lambda: len(recorder.load) >= before + 3)
         assert {(snapshot.kv_total_blocks, snapshot.dp_rank) for snapshot in recorder.load} == {(256, 0)}
+
+
+def test_an_unchanged_load_is_reported_once_an_interval():
+    recorder, now = Recorder(), 0.0
+    reporter = LoadReporter(256, 1.0, lambda: now)
+    reporter.attach(recorder)
+    for now, expected in ((0.0, 1), (0.5, 1), (0.9, 1), (1.0, 2), (1.9, 2), (2.0, 3)):
+        reporter.report(Stats(referenced_pages=4))
+        assert len(recorder.load) == expected, now
+    reporter.report(Stats(referenced_pages=5))
+    assert len(recorder.load) == 4
 
 
 async def test_ranks_and_sources_are_the_same_at_every_call(model):
@@ -240,6 +253,7 @@ async def test_a_client_that_leaves_ends_its_request_and_frees_the_core(model, w
         chunks = await asyncio.wait_for(task, 1)
         check_stream(chunks)
         assert chunks[-1]["finish_reason"] == "cancelled"
+        assert counted(backend) == {"cancelled": 1}
         assert bool(tokens_of(chunks)) is (when == "generating")
         if blocker is not None:
             other.stop_generating()
@@ -254,6 +268,22 @@ async def test_a_consumer_that_drops_the_stream_frees_the_core(model):
         await anext(stream)
         await stream.aclose()
         await until(lambda: gauges(backend) == (0, 0, 0))
+        assert counted(backend) == {"cancelled": 1}
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+async def test_a_consumer_that_is_cancelled_while_it_waits_frees_the_core(model, tokens):
+    async with started(model, "--step-s", "0.2") as (backend, _):
+        stream = backend.generate(request(max_tokens=10000), Context())
+        for _ in range(tokens):
+            await anext(stream)
+        waiting = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await until(lambda: gauges(backend) == (0, 0, 0))
+        assert counted(backend) == {"cancelled": 1}
 
 
 async def test_a_client_that_leaves_between_two_chunks_ends_its_request(model):
@@ -292,21 +322,33 @@ async def test_a_bad_request_is_the_clients_error_and_costs_the_core_nothing(mod
 
 
 async def test_a_full_queue_sends_the_client_elsewhere(model):
-    async with started(model, "--step-s", "0.05", max_bucket=1, max_queue=1) as (backend, _):
-        results = await asyncio.gather(
-            *(collect(backend, request(max_tokens=3)) for _ in range(4)), return_exceptions=True
+    async with started(model, "--step-s", "0.02", max_bucket=1, max_queue=1) as (backend, _):
+        active = asyncio.create_task(collect(backend, request(max_tokens=20)))
+        await until(lambda: backend._client.stats.active == 1)
+        rest = await asyncio.gather(
+            *(collect(backend, request(max_tokens=3)) for _ in range(3)), return_exceptions=True
         )
-        assert [type(result) for result in results].count(CannotConnect) >= 2
-        assert sum(isinstance(result, list) for result in results) + 2 <= 4
+        served = [await active, *(result for result in rest if isinstance(result, list))]
+        assert [len(tokens_of(chunks)) for chunks in served] == [20, 3]
+        assert [type(result) for result in rest if not isinstance(result, list)] == [CannotConnect] * 2
+        assert counted(backend) == {"length": 2}
 
 
 async def test_a_failed_step_and_a_bug_of_ours_are_not_the_clients_fault(model, monkeypatch):
     async with started(model, "--error-token", "5") as (backend, _):
         with pytest.raises(Unknown, match="the step failed"):
             await collect(backend, request())
-        monkeypatch.setattr(backend_module.convert, "to_submit", lambda *_: int("no number"))
-        with pytest.raises(Unknown, match="internal error"):
-            await collect(backend, request())
+        assert counted(backend) == {"error": 1}
+        with monkeypatch.context() as broken:
+            broken.setattr(backend_module.convert, "to_submit", lambda *_: int("no number"))
+            with pytest.raises(Unknown, match="internal error"):
+                await collect(backend, request())
+        assert counted(backend) == {"error": 2}
+        with monkeypatch.context() as broken:
+            broken.setattr(backend_module.convert, "token_chunk", lambda *_: int("no number"))
+            with pytest.raises(Unknown, match="internal error"):
+                await collect(backend, request((1, 500), 3))
+        assert counted(backend) == {"error": 3}
 
 
 @pytest.mark.parametrize(
@@ -343,6 +385,7 @@ async def test_a_lost_core_fails_its_requests_and_ends_the_process_once(model):
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineShutdown)
             assert "SIGKILL" in str(result)
+        assert counted(backend) == {"error": 3}
         with pytest.raises(EngineShutdown):
             await collect(backend, request())
         with pytest.raises(EngineShutdown):
@@ -352,15 +395,18 @@ async def test_a_lost_core_fails_its_requests_and_ends_the_process_once(model):
 
 async def test_the_canary_is_answered_past_the_queue(model):
     async with started(model, "--step-s", "0.05", max_bucket=1, max_queue=1) as (backend, _):
-        busy = [asyncio.create_task(collect(backend, request(max_tokens=10))) for _ in range(2)]
+        busy = [asyncio.create_task(collect(backend, request(max_tokens=10)))]
         await until(lambda: backend._client.stats.active == 1)
+        busy.append(asyncio.create_task(collect(backend, request(max_tokens=10))))
+        await until(lambda: backend._client.stats.waiting == 1)
         payload = await backend.health_check_payload()
         assert is_probe(payload)
-        began = time.monotonic()
-        chunks = await collect(backend, payload)
-        check_stream(chunks)
-        assert time.monotonic() - began < 0.04
-        await asyncio.gather(*busy, return_exceptions=True)
+        os.kill(backend._client.pid, signal.SIGSTOP)
+        try:
+            check_stream(await asyncio.wait_for(collect(backend, payload), 5))
+        finally:
+            os.kill(backend._client.pid, signal.SIGCONT)
+        await asyncio.gather(*busy)
 
 
 async def test_running_requests_end_before_the_core_does(model):
@@ -444,6 +490,12 @@ print("heavy:", sorted(heavy))
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert result.stdout.strip().endswith("heavy: []"), result.stdout + result.stderr
+
+
+def counted(backend: Backend) -> dict[str, float]:
+    """Requests that ended, by reason; reasons that did not occur are left out."""
+    samples = backend._observed.finished.collect()[0].samples
+    return {s.labels["reason"]: s.value for s in samples if s.name.endswith("_total") and s.value}
 
 
 def gauges(backend: Backend) -> tuple[int, int, int]:
