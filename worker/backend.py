@@ -27,7 +27,7 @@ from worker.config import ConfigError, WorkerConfig
 from worker.flags import load_config
 from worker.model import generation_defaults
 from worker.publish import RANK, EventRelay, LoadReporter
-from worker.registration import PAGE_SIZE_KEY, dynamo_config, model_directory, other_page_size, served_name
+from worker.registration import PAGE_SIZE_KEY, dynamo_config, other_page_size, resolved, served_name
 
 logger = logging.getLogger("pagelane")
 
@@ -58,7 +58,7 @@ class _Running:
 
 
 class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
-    """One worker: requests in, chunks out, an engine core behind it.
+    """One worker: requests in, chunks out, an engine core behind it. `config.model` is a directory (see `resolved`).
 
     Dynamo's Worker calls `start`, then `generate` for every request, and `cleanup` at the end; see
     `dynamo/common/backend/engine.py` for the contract.
@@ -86,8 +86,11 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple["Backend", DynamoConfig]:
-        """Read flags, YAML file and environment. Raises `ConfigError` with one line for the operator."""
-        config = load_config(argv or [], os.environ)
+        """Read flags, YAML file and environment, and find the model.
+
+        Raises `ConfigError` or `ModelError`, ValueErrors, with one line for the operator.
+        """
+        config = await asyncio.to_thread(resolved, load_config(argv or [], os.environ))
         return cls(config), dynamo_config(config)
 
     @property
@@ -97,17 +100,16 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Start the engine core and wait until it can serve. Raises `EngineShutdown` if it cannot."""
-        directory = model_directory(self.config)
         try:
-            defaults = generation_defaults(directory)
+            defaults = generation_defaults(Path(self.config.model))
         except ConfigError as error:
             self._failure = str(error)
             raise EngineShutdown(self._failure) from None
         for request in defaults.unserved:
             logger.warning("generation_config.json asks for %s, which is not served and is left out", request)
-        core = msgspec.structs.replace(self.config.core(), model=str(directory))
         listener = Listener(self._relay.publish, self._report_load, self._on_failure)
-        self._client = CoreClient(ClientConfig(core, self._around.core_command, clock=self._around.clock), listener)
+        client = ClientConfig(self.config.core(), self._around.core_command, clock=self._around.clock)
+        self._client = CoreClient(client, listener)
         try:
             ready = self._checked(await self._client.start())
         except CoreError as error:
@@ -122,7 +124,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         sources = metrics.Sources(lambda: self._live_client().stats, ready, self._published)
         self._registry, self._observed = metrics.build_registry(sources)
         logger.info("worker %x: %s", worker_id, ready.load_line)
-        return self._registration(ready, directory)
+        return self._registration(ready)
 
     def _checked(self, ready: Ready) -> Ready:
         if ready.hasher != self._hasher.fingerprint:
@@ -143,9 +145,9 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             )
             raise EngineShutdown(self._failure)
 
-    def _registration(self, ready: Ready, directory: Path) -> EngineConfig:
+    def _registration(self, ready: Ready) -> EngineConfig:
         return EngineConfig(
-            model=str(directory),
+            model=self.config.model,
             served_model_name=self.config.served_model_name or served_name(self.config.model),
             runtime_data={PAGE_SIZE_KEY: str(ready.page_size)},
             llm=LlmRegistration(

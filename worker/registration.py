@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
 
 from engine.models.resolve import resolve_model
@@ -20,25 +22,30 @@ DISCOVERY_S = 0.25
 
 
 def served_name(model: str) -> str:
-    """The last part of a model's path, without `.gguf`."""
-    path = Path(model).resolve()
-    return path.stem if path.suffix == ".gguf" else path.name
+    """The last part of a model's path as it was given, without `.gguf`: a link's own name, not its target's."""
+    path = Path(os.path.abspath(Path(model).expanduser()))
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
-def model_directory(config: WorkerConfig) -> Path:
-    """The model's directory; a `.gguf` file is imported first. Raises `ModelError`, a ValueError, with one line."""
-    return resolve_model(config.model, config.load_format)
+def resolved(config: WorkerConfig) -> WorkerConfig:
+    """`config` with the model's directory for `model`, and with the name that it is served under.
+
+    A `.gguf` file is imported first, or at least read from end to end, so this is not for an event loop. Raises
+    `ModelError`, a ValueError, with one line.
+    """
+    directory = resolve_model(config.model, config.load_format)
+    name = config.served_model_name or served_name(config.model)
+    return msgspec.structs.replace(config, model=str(directory), served_model_name=name)
 
 
 def dynamo_config(config: WorkerConfig) -> DynamoConfig:
-    """What Dynamo's Worker is told."""
-    directory = model_directory(config)
-    tool_call_parser, reasoning_parser = parsers(directory)
+    """What Dynamo's Worker is told; `config.model` is a directory."""
+    tool_call_parser, reasoning_parser = parsers(Path(config.model))
     return DynamoConfig(
         namespace=config.namespace,
         component=config.component,
         endpoint=config.endpoint,
-        model_name=str(directory),
+        model_name=config.model,
         served_model_name=config.served_model_name or served_name(config.model),
         endpoint_types=config.endpoint_types,
         discovery_backend=config.discovery_backend,

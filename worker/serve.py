@@ -11,7 +11,7 @@ from dynamo.common.backend.worker import Worker
 from worker.backend import Backend, Surroundings
 from worker.config import ConfigError, WorkerConfig
 from worker.flags import HelpRequested, load_config
-from worker.registration import dynamo_config
+from worker.registration import dynamo_config, resolved
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -58,11 +58,12 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def _serve(config: WorkerConfig, around: Surroundings | None = None) -> int:
-    backend = Backend(config, around)
     try:
+        config = resolved(config)
         dynamo = dynamo_config(config)
     except (ValueError, OSError) as error:
         raise StartError(str(error)) from None
+    backend = Backend(config, around)
     try:
         uvloop.run(Worker(backend, dynamo).run())
     except Exception as error:

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from dynamo.llm.exceptions import CannotConnect, EngineShutdown, InvalidArgument
 from engine.messages import Stats
 from kv.hashing import Blake2bHasher, event_hash
 from worker import backend as backend_module
+from worker import registration
 from worker.backend import Backend, Surroundings
 from worker.config import WorkerConfig
 from worker.publish import LoadReporter
-from worker.registration import PAGE_SIZE_KEY, other_page_size
+from worker.registration import PAGE_SIZE_KEY, other_page_size, served_name
 
 FAKE_CORE = str(Path(__file__).parents[1] / "fake_core.py")
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture")
@@ -136,6 +138,32 @@ async def test_from_args_gives_engine_and_dynamos_configuration(model, monkeypat
     assert not config.enable_kv_routing
     assert await backend.kv_event_sources() == []
     await backend.cleanup()
+
+
+async def test_a_model_is_resolved_once_and_not_on_the_event_loop(model, monkeypatch):
+    """Its file is hashed then, which takes seconds."""
+    threads = []
+
+    def resolve(name, load_format):
+        threads.append(threading.current_thread())
+        return model
+
+    monkeypatch.setattr(registration, "resolve_model", resolve)
+    backend, config = await Backend.from_args(["--model", "folder/Name.gguf"])
+    backend._around = Surroundings(core_command=(sys.executable, FAKE_CORE))
+    registered = await backend.start(7)
+    await backend.cleanup()
+    assert [thread is threading.main_thread() for thread in threads] == [False]
+    assert (config.model_name, config.served_model_name) == (str(model), "Name")
+    assert (registered.model, registered.served_model_name) == (str(model), "Name")
+
+
+def test_a_model_is_named_after_the_path_that_was_given(tmp_path, monkeypatch):
+    (tmp_path / "snapshots" / "abc123").mkdir(parents=True)
+    (tmp_path / "Nice-Model").symlink_to(tmp_path / "snapshots" / "abc123")
+    monkeypatch.chdir(tmp_path / "snapshots")
+    names = [str(tmp_path / "Nice-Model"), "../Nice-Model/", "abc123/..", "x/Q.GGUF", "smollm2"]
+    assert [served_name(name) for name in names] == ["Nice-Model", "Nice-Model", "snapshots", "Q", "smollm2"]
 
 
 @pytest.mark.parametrize(
