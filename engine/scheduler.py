@@ -340,20 +340,28 @@ class Scheduler:
         for request, chunk in zip(launched.chunked, launched.plan.chunks, strict=True):
             request.written = chunk.start + len(chunk.tokens)
         self.counters.padding_tokens += result.padding_tokens
+        requests = (*launched.decoding, *launched.chunked)
+        for request in requests:
+            if request.row in result.failed_rows:
+                self._poison(request, "the model gave numbers that are not finite for this request")
         for request, token in zip(sampling, result.tokens, strict=True):
             self._deliver(request, token)
-        self._settle((*launched.decoding, *launched.chunked))
+        self._settle(requests)
         return self.take_effects()
 
     def fail(self, message: str) -> Effects:
         """The oldest launched step has failed: end the requests in it, and only these."""
         launched = self._retire_step()
         for request in (*launched.decoding, *launched.chunked):
-            request.poisoned = True
-            if not request.ended:
-                self._finish(request, "error", message)
+            self._poison(request, message)
             self._let_go(request)
         return self.take_effects()
+
+    def _poison(self, request: Request, message: str) -> None:
+        """End a request whose pages can no longer be trusted."""
+        request.poisoned = True
+        if not request.ended:
+            self._finish(request, "error", message)
 
     def _retire_step(self) -> Launched:
         launched = self.in_flight.popleft()

@@ -352,6 +352,23 @@ def test_only_tokens_that_were_computed_before_count_as_recomputed():
     assert lane.scheduler.counters.recomputed_tokens == 16
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_row_that_is_not_finite_ends_alone_and_its_pages_are_not_shared(lag):
+    lane = SimLane(config(max_in_flight=lag + 1), 20)
+    lane.submit(Job(prompt(40), 20))
+    lane.submit(Job(prompt(40, 9), 20))
+    lane.turn()
+    lane.results[:] = [StepResult(r.tokens, failed_rows=frozenset({0})) for r in lane.results]
+    if not lag:  # the first step has resolved already
+        lane.plan()
+        lane.results[0] = StepResult(lane.results[0].tokens, failed_rows=frozenset({0}))
+    lane.run()
+    lane.check_at_rest()
+    assert lane.jobs[0].finished.reason == "error"
+    assert "not finite" in lane.jobs[0].finished.message
+    assert lane.jobs[1].finished.reason == "length"
+
+
 def test_padding_is_counted_beside_the_tokens_that_were_asked_for():
     lane = SimLane(config(), 20)
     lane.submit(Job(prompt(5), 2))
