@@ -8,17 +8,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from engine.models.resolve import resolve_model
 from worker.config import ConfigError, WorkerConfig
 from worker.flags import HelpRequested, help_text, load_config
 from worker.local import LOOPBACK, LocalConfig, LocalError, LocalStack, PortTaken, check_port
-from worker.process import Child
+from worker.process import REASON, Child, ChildConfig, start_child
 
 USAGE_ERROR = 2
+IMPORT_STOP_S = 2.0
+"""How long an import may take to remove what it has written, in seconds."""
 ROUTER_MODES = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
 
 
@@ -99,21 +100,6 @@ def print_line(name: str, line: str) -> None:
         sys.stdout.flush()
 
 
-class ImportProgress:
-    """Says how far the import of a model has come, in quarters."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._quarter = -1
-
-    def __call__(self, done: int, total: int) -> None:
-        """Bytes written so far, of how many."""
-        quarter = 4 * done // max(total, 1)
-        if quarter > self._quarter:
-            self._quarter = quarter
-            self._say(f"importing the model: {25 * quarter} % of {total >> 20} MiB")
-
-
 class Launcher:
     """Runs one stack from start to stop and says what happens to it."""
 
@@ -174,10 +160,18 @@ class Launcher:
     async def _import(self) -> None:
         """Import a model that is no directory yet, once for all workers. Raises `LocalError` if it cannot be served."""
         worker = self._config.worker
+        command = [sys.executable, "-m", "worker.resolve", worker.model, worker.load_format]
+        child = await start_child(ChildConfig("import", command, os.environ, self._on_import_line))
         try:
-            await asyncio.to_thread(resolve_model, worker.model, worker.load_format, ImportProgress(self._say))
-        except (ValueError, OSError) as error:
-            raise LocalError(" ".join(str(error).split())) from None
+            code = await child.wait()
+        finally:
+            await child.stop(IMPORT_STOP_S)
+        if code:
+            raise LocalError(child.reason)
+
+    def _on_import_line(self, _name: str, line: str) -> None:
+        if not line.startswith(REASON):
+            self._say(line)
 
     async def _next_exit(self) -> None:
         """Wait for a process that ends by itself and report it. Raises `LocalError` if it is the frontend."""

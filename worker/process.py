@@ -105,9 +105,13 @@ class Child:
         how = "is running" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        # A worker's own reason may be followed by what its runtime says while it ends.
-        reasons = [line for line in self.tail if line.startswith(REASON)] or list(self.tail)[-1:]
-        return ": ".join([f"{self.name} {how}", *(line.removeprefix(REASON) for line in reasons[-1:])])
+        return ": ".join([f"{self.name} {how}", *([self.reason] if self.reason else [])])
+
+    @property
+    def reason(self) -> str:
+        """Its own reason for ending, or else its last line; a reason may be followed by what its runtime says."""
+        reasons = [line for line in self.tail if line.startswith(REASON)] or list(self.tail)
+        return reasons[-1].removeprefix(REASON) if reasons else ""
 
     async def wait(self) -> int:
         """Wait until it has ended and its output has been read. Returns the exit code, negative for a signal."""

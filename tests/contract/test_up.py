@@ -119,6 +119,22 @@ def test_a_worker_that_cannot_start_ends_all_with_its_reason(tiny: Path) -> None
         assert "Traceback" not in output
 
 
+def test_a_signal_while_the_model_is_imported_ends_all(tiny: Path, tmp_path: Path) -> None:
+    model = tmp_path / "endless.gguf"
+    os.mkfifo(model)  # reading it waits for ever
+    with pagelane_up(tiny, "--model", str(model)) as (process, _):
+        read_until(process, "starting")
+        deadline = time.monotonic() + 20
+        while not (children := descendants(process)):
+            assert time.monotonic() < deadline, "no import began"
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=10)[0]
+        assert process.returncode == 0, rest
+        assert "Traceback" not in rest
+        assert_gone(children)
+
+
 def test_a_missing_model_is_named_and_starts_nothing(tiny: Path) -> None:
     with pagelane_up(tiny, "--model", "/nonexistent") as (process, _):
         output = process.communicate(timeout=60)[0]

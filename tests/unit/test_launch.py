@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from worker.config import ConfigError
-from worker.launch import ImportProgress, curl_line, parse, share_cores, usage
+from worker.launch import curl_line, parse, share_cores, usage
 from worker.local import PORTS, LocalConfig, LocalError, LocalStack, PortTaken, check_port, free_port
 from worker.local import response_stream_host as stream_host
 from worker.process import ChildConfig, readable, start_child
+from worker.resolve import ImportProgress
 
 
 def record(level: str, target: str, message: str, **fields: str) -> str:
