@@ -168,6 +168,7 @@ NEUTRAL_STOP: Mapping[str, tuple[tuple[Any, ...], str]] = {
 NEUTRAL_OUTPUT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logprobs": ((), "log probabilities are not served yet: leave logprobs out"),
     "prompt_logprobs": ((), "log probabilities of the prompt are not served yet: leave echo or logprobs out"),
+    "no_stop_trim": ((False,), "what ended the text is always left out of it: leave it out"),
 }
 NEUTRAL_REQUEST: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "multi_modal_data": (({},), "this model takes text only: leave images, audio and video out"),
@@ -176,26 +177,51 @@ NEUTRAL_REQUEST: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "encoder_result": ((), "this worker has no encoder: send text"),
     "prefill_result": ((), "this worker computes its prompts itself: route to it without a prefill worker"),
     "bootstrap_info": ((), "this worker computes its prompts itself: route to it without a prefill worker"),
+    "logits_processors": (([], {}), "logits processors are not served: leave it out"),
 }
 NEUTRAL_ROUTING: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "lora_name": (("",), "adapters are not served: name the base model"),
+    "dp_rank": ((0,), "this worker has the one rank 0: route to another worker"),
 }
 
 HONOURED_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
 HONOURED_STOP = frozenset(
     {"max_tokens", "stop", "stop_token_ids", "stop_token_ids_hidden", "ignore_eos"}  # stop: the frontend's job
 )
+HONOURED_ROUTING = frozenset({"priority", "cache_salt"})
+
+ELSEWHERE_OUTPUT: Mapping[str, str] = {
+    "skip_special_tokens": "the frontend turns tokens into text",
+    "return_tokens_as_token_ids": "the frontend writes log probabilities, of which there are none",
+    "formatted_prompt": "the prompt's text, for the frontend's own use",
+}
+"""Output options that the worker need not look at, and why."""
+
+ELSEWHERE_ROUTING: Mapping[str, str] = {
+    "backend_instance_id": "the router has followed it",
+    "allowed_worker_ids": "the router has followed it",
+    "routing_constraints": "the router has followed them",
+    "priority_jump": "the place in the router's queue",
+    "strict_priority": "the place in the router's queue",
+    "expected_output_tokens": "a guess by which the router foresees load",
+    "prefill_worker_id": "of a prefill worker; a request that has used one is refused",
+    "prefill_dp_rank": "of a prefill worker; a request that has used one is refused",
+    "decode_worker_id": "the router has followed it",
+}
+"""Routing hints that the worker need not look at, and why."""
 
 
 def _refuse_unsupported(request: Mapping[str, Any], stop: Mapping[str, Any], routing: Mapping[str, Any]) -> None:
-    sampling = _group(request, "sampling_options")
+    sampling, output = _group(request, "sampling_options"), _group(request, "output_options")
     _refuse(sampling, NEUTRAL_SAMPLING)
     _refuse(stop, NEUTRAL_STOP)
-    _refuse(_group(request, "output_options"), NEUTRAL_OUTPUT)
-    _refuse(request, NEUTRAL_REQUEST)
+    _refuse(output, NEUTRAL_OUTPUT)
+    _refuse(request, NEUTRAL_REQUEST)  # other keys are the frontend's own, and each version of it may add some
     _refuse(routing, NEUTRAL_ROUTING)
     _refuse_unknown(sampling, HONOURED_SAMPLING | NEUTRAL_SAMPLING.keys())
     _refuse_unknown(stop, HONOURED_STOP | NEUTRAL_STOP.keys())
+    _refuse_unknown(output, ELSEWHERE_OUTPUT.keys() | NEUTRAL_OUTPUT.keys())
+    _refuse_unknown(routing, HONOURED_ROUTING | ELSEWHERE_ROUTING.keys() | NEUTRAL_ROUTING.keys())
 
 
 def _refuse(options: Mapping[str, Any], table: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from engine.messages import Finished, Sampling, Submit
 from worker.convert import (
+    ELSEWHERE_OUTPUT,
+    ELSEWHERE_ROUTING,
     NEUTRAL_OUTPUT,
+    NEUTRAL_ROUTING,
     NEUTRAL_SAMPLING,
     NEUTRAL_STOP,
     ServedModel,
@@ -199,11 +202,21 @@ def test_stop_strings_are_the_frontends_job():
         ("stop_conditions", "a_new_condition", 1),
         ("output_options", "logprobs", 0),
         ("output_options", "prompt_logprobs", 1),
+        ("output_options", "no_stop_trim", True),
+        ("output_options", "a_new_output", 1),
         ("routing", "lora_name", "adapter"),
+        ("routing", "dp_rank", 1),
+        ("routing", "dp_rank", False),
+        ("routing", "a_new_hint", 0),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(group, name, value):
     assert name in refusal(**{group: {name: value}})
+
+
+def test_logits_processors_are_refused():
+    assert "logits_processors" in refusal(logits_processors=[{"kind": "forced_sequence"}])
+    assert convert(logits_processors=[]).max_tokens == 61
 
 
 @pytest.mark.parametrize("name", ["multi_modal_data", "mm_processor_kwargs", "encoder_result", "prefill_result"])
@@ -213,13 +226,24 @@ def test_inputs_that_are_not_served_are_refused_by_name(name):
 
 @pytest.mark.parametrize(
     ("group", "table"),
-    [("sampling_options", NEUTRAL_SAMPLING), ("stop_conditions", NEUTRAL_STOP), ("output_options", NEUTRAL_OUTPUT)],
+    [
+        ("sampling_options", NEUTRAL_SAMPLING),
+        ("stop_conditions", NEUTRAL_STOP),
+        ("output_options", NEUTRAL_OUTPUT),
+        ("routing", NEUTRAL_ROUTING),
+    ],
 )
 def test_null_and_values_that_change_nothing_are_accepted(group, table):
+    assert convert(**{group: {"a_new_key": None}}).max_tokens == 61
     for name, (neutral, _) in table.items():
         for value in (None, *neutral):
             assert convert(**{group: {name: value}}).max_tokens == 61
     assert convert(sampling_options={"presence_penalty": 0.0, "repetition_penalty": 1.0}).max_tokens == 61
+
+
+def test_what_router_and_frontend_have_done_already_is_no_reason_to_refuse():
+    done = {"output_options": dict.fromkeys(ELSEWHERE_OUTPUT, True), "routing": dict.fromkeys(ELSEWHERE_ROUTING, 1)}
+    assert convert(**done) == convert()
 
 
 def test_routing_gives_priority_and_cache_salt():
@@ -242,7 +266,7 @@ def test_a_number_of_thousands_of_digits_is_refused_without_being_printed():
 NASTY = [None, True, False, "", "x", [], [1], [True], {}, {"a": 1}, math.nan, math.inf, 10**400, -(10**5000), 0, 1, 1.0]
 VALUE = st.sampled_from(NASTY) | st.integers() | st.floats()
 NAMES = [*NEUTRAL_SAMPLING, *NEUTRAL_STOP, *NEUTRAL_OUTPUT, "temperature", "top_k", "top_p", "min_p", "seed"]
-NAMES += ["max_tokens", "stop_token_ids", "ignore_eos", "priority", "cache_salt", "unknown"]
+NAMES += ["max_tokens", "stop_token_ids", "ignore_eos", "priority", "cache_salt", "dp_rank", "unknown"]
 GROUP = VALUE | st.dictionaries(st.sampled_from(NAMES), VALUE, max_size=2)
 
 
