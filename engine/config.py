@@ -5,7 +5,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Positive = Annotated[int, Meta(ge=1)]
+MAX_COUNT = 2**31 - 1
+"""Largest count that any setting takes: what follows from it must fit the int32 of plans and messages."""
+
+Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+PositiveSeconds = Annotated[float, Meta(ge=0.001, le=1e9)]
 
 
 class CoreConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +52,7 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         ),
     ] = 0.85
     context_limit: Annotated[
-        Positive | None,
+        Annotated[int, Meta(ge=2, le=MAX_COUNT)] | None,
         Meta(description="Longest sequence in tokens, prompt and output together; null is the model's own limit."),
     ] = None
     max_bucket: Annotated[
@@ -75,19 +79,25 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     max_preemptions: Annotated[
         int,
         Meta(
-            ge=0, description="After so many preemptions a request is admitted only with its whole lifetime reserved."
+            ge=0,
+            le=MAX_COUNT,
+            description="After so many preemptions a request is admitted only with its whole lifetime reserved.",
         ),
     ] = 2
     priority_aging_s: Annotated[
-        Annotated[float, Meta(ge=0.001)] | None,
+        PositiveSeconds | None,
         Meta(description="Seconds in which a waiting request rises by one priority class; null for never."),
     ] = 30.0
     max_bypass: Annotated[
         int,
-        Meta(ge=0, description="Times that a request too large for the free pages may be passed by later ones."),
+        Meta(
+            ge=0,
+            le=MAX_COUNT,
+            description="Times that a request too large for the free pages may be passed by later ones.",
+        ),
     ] = 8
     itl_target_ms: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
+        PositiveSeconds | None,
         Meta(
             description="Longest step in milliseconds that prompts may cause while others generate, measured at "
             "start-up; null lets prompts fill every step."
@@ -98,16 +108,18 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     ] = 64
     max_queue: Annotated[Positive, Meta(description="Most requests waiting; one more is refused at once.")] = 1024
     max_queue_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
+        PositiveSeconds | None,
         Meta(description="Longest wait for admission in seconds; null waits for ever."),
     ] = None
-    threads: Annotated[Positive | None, Meta(description="CPU threads for the computation; null takes every core.")] = (
-        None
-    )
+    threads: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        Meta(description="CPU threads for the computation; null takes every core."),
+    ] = None
     step_timeout_s: Annotated[
         float,
         Meta(
-            gt=0,
+            ge=1,
+            le=1e9,
             description="A core whose step takes longer is taken for wedged: its requests fail and the worker ends.",
         ),
     ] = 120.0

@@ -4,6 +4,7 @@ Each key is documented where it is declared; flags, YAML keys, `--help` and erro
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -12,7 +13,10 @@ from engine.config import CoreConfig, Positive
 from kv.budget import SizeError, parse_size
 from kv.geometry import PageSizeError, check_page_size
 
-Seconds = Annotated[float, Meta(gt=0)]
+Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]+$")]
+"""A part of a Dynamo endpoint's path, whose parts are joined by dots."""
+
+Seconds = Annotated[float, Meta(ge=0.01, le=1e9)]
 
 ENVIRONMENT = {
     "served_model_name": "DYN_SERVED_MODEL_NAME",
@@ -45,15 +49,14 @@ class WorkerConfig(CoreConfig, kw_only=True, frozen=True, forbid_unknown_fields=
     """Everything a worker is told at its start."""
 
     served_model_name: Annotated[
-        str | None, Meta(description="Name that clients use for the model; null is the last part of the model's path.")
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="Name that clients use for the model; null is the last part of the model's path."),
     ] = None
     namespace: Annotated[
-        str, Meta(min_length=1, description="Dynamo namespace; DYN_NAMESPACE_WORKER_SUFFIX is appended if it is set.")
+        Name, Meta(description="Dynamo namespace; DYN_NAMESPACE_WORKER_SUFFIX is appended if it is set.")
     ] = "dynamo"
-    component: Annotated[
-        str, Meta(min_length=1, description="Dynamo component that this worker is an instance of.")
-    ] = "backend"
-    endpoint: Annotated[str, Meta(min_length=1, description="Dynamo endpoint that serves requests.")] = "generate"
+    component: Annotated[Name, Meta(description="Dynamo component that this worker is an instance of.")] = "backend"
+    endpoint: Annotated[Name, Meta(description="Dynamo endpoint that serves requests.")] = "generate"
     endpoint_types: Annotated[
         str, Meta(min_length=1, description="OpenAI endpoints to offer: chat, completions, or both with a comma.")
     ] = "chat,completions"
@@ -92,6 +95,7 @@ class WorkerConfig(CoreConfig, kw_only=True, frozen=True, forbid_unknown_fields=
         float,
         Meta(
             ge=0,
+            le=1e9,
             description="At shutdown, how long running requests may go on, in seconds. With Dynamo's grace period and "
             "4 s to end the engine core it must stay below DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT (30).",
         ),
@@ -123,6 +127,8 @@ def check(config: WorkerConfig, environ: Mapping[str, str]) -> None:
             "chunk must fit in a step: lower max_chunk_tokens or raise max_step_tokens"
         )
     _check_endpoint_types(config.endpoint_types)
+    if config.custom_jinja_template is not None and not Path(config.custom_jinja_template).is_file():
+        raise ConfigError(f"custom_jinja_template is {config.custom_jinja_template!r}, but there is no such file")
     _check_drain(config.drain_timeout_s, environ)
 
 

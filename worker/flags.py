@@ -146,7 +146,9 @@ def _describe(kind: inspect.Type) -> str:
         case inspect.IntType() | inspect.FloatType():
             noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
             bounds = ((" of at least", kind.ge), (" above", kind.gt), (" and at most", kind.le), (" below", kind.lt))
-            return noun + "".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+            return noun + "".join(f"{word} {bound:.10g}" for word, bound in bounds if bound is not None)
+        case inspect.StrType(pattern=str()):
+            return "made of letters, digits, _ and -"
         case inspect.StrType(min_length=length):
             return "a text that is not empty" if length else "a text"
         case _:

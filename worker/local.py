@@ -27,6 +27,9 @@ PORTS = range(20000, 32768)
 MARKER = "PAGELANE_STACK"
 """Variable that every process of a stack inherits, with the stack's directory as its value."""
 
+UNLISTED_S = 20.0
+"""How long the frontend may take to list a model once it sees the workers; it needs well under a second."""
+
 _POLL_S = 0.05
 _WORKER_ID = re.compile(rb'worker_id="([0-9a-f]+)"')
 
@@ -112,6 +115,8 @@ class LocalStack:
         self._directory: Path | None = None
         self._watchers: set[asyncio.Task[None]] = set()
         self._started = 0
+        self._unlisted = False
+        """True if the frontend saw every worker and yet listed no model, when it was last asked."""
 
     @property
     def url(self) -> str:
@@ -185,7 +190,15 @@ class LocalStack:
     async def wait_ready(self) -> None:
         """Wait until the frontend lists a model and every living worker. Raises `LocalError` if one ends meanwhile."""
         deadline = asyncio.get_running_loop().time() + self.config.start_timeout_s
+        unlisted_since: float | None = None
         while not await self._routed():
+            now = asyncio.get_running_loop().time()
+            unlisted_since = (unlisted_since or now) if self._unlisted else None
+            if unlisted_since is not None and now - unlisted_since > UNLISTED_S:
+                raise LocalError(
+                    "every worker serves, but the frontend does not list the model: it cannot use the model's "
+                    "tokenizer.json, tokenizer_config.json or chat template (its own lines above may say why)"
+                )
             for child in self.children():
                 if not child.alive:
                     await child.wait()
@@ -202,8 +215,12 @@ class LocalStack:
         names = msgspec.json.decode(models, type=_Models).data
         instances = msgspec.json.decode(health, type=_Health).instances
         self.model = names[0].id if names else ""
+        self._unlisted = False
         serving = {instance.instance_id for instance in instances if instance.endpoint == "generate"}
-        return bool(names) and serving.issuperset([await self._identify(worker) for worker in self.workers])
+        if not serving.issuperset([await self._identify(worker) for worker in self.workers]):
+            return False
+        self._unlisted = not names
+        return bool(names)
 
     async def _identify(self, worker: LocalWorker) -> int:
         if not worker.instance_id and await get(f"{worker.system_url}/health") is not None:

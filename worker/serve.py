@@ -4,10 +4,14 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import uvloop
+from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.common.backend.worker import Worker
+from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
 
+from engine.models.resolve import has_chat_template
 from worker.backend import Backend, Surroundings
 from worker.config import ConfigError, WorkerConfig
 from worker.flags import HelpRequested, load_config
@@ -15,6 +19,7 @@ from worker.registration import dynamo_config, resolved
 
 USAGE_ERROR = 2
 FAILURE = 1
+MAX_SYSTEM_PORT = 32767
 
 
 class StartError(Exception):
@@ -37,10 +42,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_system_port(environ: Mapping[str, str]) -> None:
-    """Refuse a taken DYN_SYSTEM_PORT. Dynamo would go on without /health and /metrics."""
-    text = environ.get("DYN_SYSTEM_PORT", "")
-    if not text.isdigit() or int(text) == 0:
+    """Refuse a DYN_SYSTEM_PORT that is no port or is taken. Dynamo would go on without /health and /metrics."""
+    text = environ.get("DYN_SYSTEM_PORT", "").strip()
+    if text in ("", "0", "-1"):
         return
+    if not (text.isascii() and text.isdigit() and int(text) <= MAX_SYSTEM_PORT):
+        raise ConfigError(
+            f"DYN_SYSTEM_PORT is {text!r}, but must be a port from 1 to {MAX_SYSTEM_PORT} (Dynamo reads it as a signed "
+            "16-bit number), or 0 or -1 for none"
+        )
     host, port = environ.get("DYN_SYSTEM_HOST", "0.0.0.0"), int(text)  # noqa: S104 - Dynamo's own default
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -52,6 +62,26 @@ def check_system_port(environ: Mapping[str, str]) -> None:
             ) from None
 
 
+def check_texts(config: WorkerConfig, dynamo: DynamoConfig) -> None:
+    """Refuse what the frontend would need to turn text into tokens and back and does not have.
+
+    Dynamo would find out after the model is loaded, or never say: the model just would not appear.
+    """
+    for key, value, known in (
+        ("tool_call_parser", dynamo.tool_call_parser, get_tool_parser_names()),
+        ("reasoning_parser", dynamo.reasoning_parser, get_reasoning_parser_names()),
+    ):
+        if value is not None and value not in known:
+            raise ConfigError(f"{key} is {value!r}, but Dynamo knows {', '.join(sorted(known))}, and null is none")
+    if "chat" in config.endpoint_types and not config.custom_jinja_template:
+        directory = Path(dynamo.model_name)
+        if not has_chat_template(directory):
+            raise ConfigError(
+                f"{directory} has no chat template, so it cannot serve chat: set custom_jinja_template to a template, "
+                "or endpoint_types to completions"
+            )
+
+
 def _fail(error: Exception, code: int) -> int:
     sys.stderr.write(f"pagelane: error: {' '.join(str(error).split())}\n")
     return code
@@ -61,6 +91,7 @@ def _serve(config: WorkerConfig, around: Surroundings | None = None) -> int:
     try:
         config = resolved(config)
         dynamo = dynamo_config(config)
+        check_texts(config, dynamo)
     except (ValueError, OSError) as error:
         raise StartError(str(error)) from None
     backend = Backend(config, around)

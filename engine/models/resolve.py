@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+
 from engine.models.config import ModelError
 from engine.models.demo import DEMO_NAMES, demo_model_path
 from engine.models.gguf_import import Progress, cached_import
@@ -37,4 +39,25 @@ def _checked_directory(path: Path, load_format: str) -> Path:
             raise ModelError(
                 f"{path}: has no {' or '.join(names)}; a model directory holds config, weights and tokenizer"
             )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        _check_json_object(path / name)
     return path
+
+
+def _check_json_object(path: Path) -> None:
+    """Refuse a file that the frontend could not read either; there it would only mean that the model never appears."""
+    try:
+        msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"{path}: is not a JSON object ({error}); take the file from the model's publisher") from None
+
+
+def has_chat_template(directory: Path) -> bool:
+    """True if the model says how a conversation becomes a prompt."""
+    if (directory / "chat_template.jinja").is_file() or (directory / "chat_template.json").is_file():
+        return True
+    return bytes(_tokenizer_config(directory).get("chat_template", msgspec.Raw(b"null"))) != b"null"
+
+
+def _tokenizer_config(directory: Path) -> dict[str, msgspec.Raw]:
+    return msgspec.json.decode((directory / "tokenizer_config.json").read_bytes(), type=dict[str, msgspec.Raw])

@@ -81,13 +81,13 @@ def test_an_unknown_key_of_the_file_names_the_nearest(yaml):
     [
         ("max_bucket", "many", "a whole number of at least 1"),
         ("max_bucket", "0", "a whole number of at least 1"),
-        ("context_limit", "-5", "a whole number of at least 1 or null"),
+        ("context_limit", "-5", "a whole number of at least 2 and at most 2147483647 or null"),
         ("device", "tpu", "cpu"),
         ("pipeline_depth", "3", "at most 2"),
-        ("step_timeout_s", "0", "a number above 0"),
+        ("step_timeout_s", "0", "a number of at least 1"),
         ("enable_kv_events", "sometimes", "true or false"),
         ("discovery_backend", "consul", "kubernetes"),
-        ("namespace", "", "not empty"),
+        ("namespace", "", "letters, digits, _ and -"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(yaml, key, value, allowed):

@@ -7,6 +7,7 @@ import pytest
 
 from worker import cli, serve
 from worker.config import ConfigError
+from worker.local import PORTS, free_port
 from worker.model import generation_defaults, parsers
 
 
@@ -42,7 +43,9 @@ def test_a_bad_start_is_one_line_and_an_exit_code(capsys, argv, code, named):
 
 def test_a_taken_system_port_is_refused(capsys, monkeypatch, tmp_path):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(
+            ("127.0.0.1", free_port(PORTS))
+        )  # Dynamo takes none above 32767, where the kernel's own choice may lie
         taken.listen()
         port = taken.getsockname()[1]
         monkeypatch.setenv("DYN_SYSTEM_HOST", "127.0.0.1")
@@ -54,7 +57,7 @@ def test_a_taken_system_port_is_refused(capsys, monkeypatch, tmp_path):
     serve.check_system_port({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": str(port)})
 
 
-@pytest.mark.parametrize("port", ["", "0", "-1", "text"])
+@pytest.mark.parametrize("port", ["", "0", "-1"])
 def test_no_system_port_is_no_error(port):
     serve.check_system_port({"DYN_SYSTEM_PORT": port})
 
