@@ -22,12 +22,13 @@ from dynamo.llm.exceptions import CannotConnect, DynamoException, EngineShutdown
 from engine.messages import Finished, Ready, Submit
 from kv.hashing import Blake2bHasher
 from worker import convert, metrics
-from worker.client import CORE_COMMAND, ClientConfig, CoreClient, CoreError, Listener, Stream
+from worker.client import CORE_COMMAND, ClientConfig, CoreClient, CoreError, Listener
 from worker.config import ConfigError, WorkerConfig
 from worker.flags import load_config
 from worker.model import generation_defaults
 from worker.publish import RANK, EventRelay, LoadReporter
 from worker.registration import PAGE_SIZE_KEY, dynamo_config, other_page_size, resolved, served_name
+from worker.stream import Stream
 
 logger = logging.getLogger("pagelane")
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -24,7 +24,6 @@ import zmq
 from engine.config import CoreConfig
 from engine.messages import (
     Failed,
-    Finished,
     FromCore,
     Heartbeat,
     Ready,
@@ -37,6 +36,7 @@ from engine.messages import (
 )
 from kv.events import Removed, Stored
 from worker.config import CORE_KILL_S, CORE_STOP_S
+from worker.stream import Stream
 
 CORE_COMMAND = (sys.executable, "-m", "engine")
 
@@ -68,41 +68,6 @@ class Listener:
     events: Callable[[list[Stored | Removed]], None] = lambda events: None
     stats: Callable[[Stats], None] = lambda stats: None
     failure: Callable[[str], None] = lambda reason: None
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    """What has come for one request and has not been taken yet."""
-
-    key: int
-    tokens: list[int] = field(default_factory=list)
-    delivered: int = 0
-    """Tokens that have come so far, taken or not."""
-    end: Finished | None = None
-    error: str | None = None
-    """Why the core will never finish this request."""
-    cancelled: bool = False
-    """True once the request was cancelled here; nothing more comes."""
-    _waiter: asyncio.Future[None] | None = None
-
-    async def take(self) -> list[int]:
-        """Wait until there is something new, and return all tokens that are there. At once if nothing more can come.
-
-        At most one caller may wait.
-        """
-        if not self.tokens and self.end is None and self.error is None and not self.cancelled:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        tokens, self.tokens = self.tokens, []
-        return tokens
-
-    def wake(self) -> None:
-        """Let `take` return."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class CoreClient:
