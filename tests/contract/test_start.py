@@ -12,6 +12,7 @@ import pytest
 from tests.contract.conftest import tiny_flags
 from tests.models import tiny_model
 from tests.stack import Stack
+from worker.local import PORTS, free_port
 
 
 def run_worker(tmp_path: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -71,9 +72,9 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
 
 def test_a_taken_system_port_is_refused(tmp_path: Path, tiny: Path) -> None:
     with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
+        port = str(free_port(PORTS))
+        holder.bind(("127.0.0.1", int(port)))
         holder.listen()
-        port = str(holder.getsockname()[1])
         result = run_worker(tmp_path, "--model", str(tiny), DYN_SYSTEM_HOST="127.0.0.1", DYN_SYSTEM_PORT=port)
     assert_refused(tmp_path, result, 1, "DYN_SYSTEM_PORT", port)
 
