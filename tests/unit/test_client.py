@@ -129,13 +129,15 @@ async def test_the_sockets_directory_is_private_and_goes_once_the_core_has_conne
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     client = CoreClient(ClientConfig(CoreConfig(model="m"), (sys.executable, FAKE_CORE)), Listener())
     start = asyncio.create_task(client.start())
-    await asyncio.sleep(0)
-    (directory,) = tmp_path.iterdir()
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    await start
-    assert list(tmp_path.iterdir()) == []
-    assert await read(client.submit(submit(1))) == [4, 5, 6, 7]
-    await client.stop()
+    try:
+        await asyncio.sleep(0)
+        (directory,) = tmp_path.iterdir()
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        await start
+        assert list(tmp_path.iterdir()) == []
+        assert await read(client.submit(submit(1))) == [4, 5, 6, 7]
+    finally:
+        await client.stop()
 
 
 @pytest.mark.parametrize("folder", ["x" * 100, "missing"])
