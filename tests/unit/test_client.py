@@ -49,7 +49,7 @@ async def started(*options: str, listener: Listener | None = None, stop_timeout_
 
 
 async def read(stream) -> list[int]:
-    tokens = []
+    tokens = await stream.take()  # all may have come before anybody reads
     while stream.end is None and stream.error is None:
         tokens += await stream.take()
     return tokens
