@@ -8,7 +8,6 @@ token. A row carries every pair's seconds, so that a noisy machine shows.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -18,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# For both sides, as in the engine core (engine/__main__.py says why).
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+from engine.__main__ import wait_briefly
+
+wait_briefly()  # for both sides, as in the engine core, and before torch is loaded
 
 import numpy as np
 import torch
