@@ -40,6 +40,9 @@ CORE_STOP_S = 3.0
 CORE_KILL_S = 1.0
 """How long the end of a killed engine core is waited for, in seconds."""
 
+MAX_SYSTEM_PORT = 32767
+"""Largest DYN_SYSTEM_PORT: Dynamo reads it as a signed 16-bit number."""
+
 
 class ConfigError(ValueError):
     """The configuration cannot be used. The text is one line that names key, value and what is allowed."""

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import msgspec
 
+from worker.config import MAX_SYSTEM_PORT
 from worker.process import Child, ChildConfig, start_child
 
 LOOPBACK = "127.0.0.1"
-PORTS = range(20000, 32768)
-"""Where free ports are looked for: Dynamo reads system ports as signed 16-bit numbers; ephemeral ones start above."""
+PORTS = range(20000, MAX_SYSTEM_PORT + 1)
+"""Where free ports are looked for: what Dynamo takes as a system port; ephemeral ports start above."""
 
 MARKER = "PAGELANE_STACK"
 """Variable that every process of a stack inherits, with the stack's directory as its value."""

@@ -13,13 +13,12 @@ from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
 
 from engine.models.resolve import has_chat_template
 from worker.backend import Backend, Surroundings
-from worker.config import ConfigError, WorkerConfig
+from worker.config import MAX_SYSTEM_PORT, ConfigError, WorkerConfig
 from worker.flags import HelpRequested, load_config
 from worker.registration import dynamo_config, resolved
 
 USAGE_ERROR = 2
 FAILURE = 1
-MAX_SYSTEM_PORT = 32767
 
 
 class StartError(Exception):
