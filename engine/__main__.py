@@ -7,10 +7,16 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from engine.config import CoreConfig
 from engine.core import Channel, Core
 from engine.messages import Failed, Ready, Start, Stop
+
+if TYPE_CHECKING:
+    from engine.build import BuiltLane
 
 PR_SET_PDEATHSIG = 1
 
@@ -38,7 +44,14 @@ def configure_logging() -> None:
     )
 
 
-def serve(channel: Channel) -> int:
+def build(config: CoreConfig) -> "BuiltLane":
+    """The lane that `config` describes. Imported late: an address and a `Start` are checked without torch."""
+    from engine.build import build_lane
+
+    return build_lane(config, Path(config.model), time.monotonic)
+
+
+def serve(channel: Channel, build: Callable[[CoreConfig], "BuiltLane"] = build) -> int:
     """Wait for `Start`, build the lane, serve. Returns the exit code."""
     messages = channel.receive(30.0)
     if not messages or not isinstance(messages[0], Start):
@@ -49,9 +62,7 @@ def serve(channel: Channel) -> int:
     config = messages[0].config
     began = time.monotonic()
     try:
-        from engine.build import build_lane
-
-        built = build_lane(config, Path(config.model), time.monotonic)
+        built = build(config)
     except Exception as error:
         logging.debug("start failed", exc_info=True)
         channel.send(Failed(f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"))
@@ -69,6 +80,7 @@ def serve(channel: Channel) -> int:
             load_line=built.load_line,
             memory=built.memory,
             seconds=seconds,
+            parameters=tuple(sorted(built.parameters)),
         )
     )
     try:
@@ -80,7 +92,7 @@ def serve(channel: Channel) -> int:
     return 0
 
 
-def main() -> int:
+def main(build: Callable[[CoreConfig], "BuiltLane"] = build) -> int:
     """Entry point. Interrupts and terminations are the worker's business: it drains first and then sends `Stop`."""
     end_with_parent()
     wait_briefly()
@@ -89,7 +101,7 @@ def main() -> int:
     configure_logging()
     channel = Channel(sys.argv[1])
     try:
-        return serve(channel)
+        return serve(channel, build)
     finally:
         channel.close()
 

@@ -25,12 +25,12 @@ class StartError(Exception):
     """The worker cannot start here. The text is one line for the operator."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], around: Surroundings | None = None) -> int:
     """Serve until a signal ends the worker. Returns the exit code: 0, 1 for a failure, 2 for a bad configuration."""
     try:
         config = load_config(argv, os.environ)
         check_system_port(os.environ)
-        return _serve(config)
+        return _serve(config, around)
     except HelpRequested as request:
         sys.stdout.write(f"{request}\n")
         return 0
@@ -86,7 +86,7 @@ def _fail(error: Exception, code: int) -> int:
     return code
 
 
-def _serve(config: WorkerConfig, around: Surroundings | None = None) -> int:
+def _serve(config: WorkerConfig, around: Surroundings | None) -> int:
     try:
         config = resolved(config)
         dynamo = dynamo_config(config)
