@@ -38,6 +38,8 @@ class BuiltLane:
     load_line: str
     memory: dict[str, int]
     seconds: dict[str, float]
+    parameters: frozenset[str]
+    """Optional request parameters that the executor honours."""
 
 
 class LoadProgress:
@@ -77,6 +79,7 @@ def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] =
         load_line=line,
         memory=built.report.as_dict(),
         seconds=built.seconds,
+        parameters=built.executor.parameters,
     )
 
 

@@ -27,6 +27,44 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that stand in prompt or output, and multiplies negative ones; 1 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that stands in the output; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that it stands in the output; 0 is off."""
+    min_tokens: int = 0
+    """Output tokens before which none of `Submit.stop_token_ids` is sampled."""
+    logprobs: int | None = None
+    """Log probabilities of output tokens: None for none, 0 for the sampled token's, n for the n likeliest ones' too."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, from its second one on."""
+
+    @property
+    def penalizes(self) -> bool:
+        """True if the tokens so far change the next one's logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of consecutive tokens under the model's own distribution: before penalties and temperature."""
+
+    own: bytes
+    """Of the tokens themselves: float32, one per token."""
+    top_ids: bytes = b""
+    """int32 `[tokens, n]`: the n likeliest tokens at each place, the likeliest first."""
+    top: bytes = b""
+    """Their log probabilities: float32 `[tokens, n]`."""
+
+    def joined(self, later: "Logprobs") -> "Logprobs":
+        """These, and behind them those of later tokens of the same request."""
+        return Logprobs(self.own + later.own, self.top_ids + later.top_ids, self.top + later.top)
+
+    def behind(self, tokens: int) -> "Logprobs":
+        """Those of all but the first `tokens` tokens."""
+        count = len(self.own) // 4
+        cut = tokens * (len(self.top_ids) // count) if count else 0
+        return Logprobs(self.own[4 * tokens :], self.top_ids[cut:], self.top[cut:])
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True):
@@ -44,6 +82,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True):
     sampling: Sampling
     cache_salt: str | None = None
     priority: int = 0
+    expected_output_tokens: int | None = None
+    """The client's guess. It may shape admission; it never ends or refuses a request."""
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -81,6 +121,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Bytes by part, as the report shows them."""
     seconds: dict[str, float]
     """Start-up phases."""
+    parameters: tuple[str, ...] = ()
+    """Optional request parameters that the lane's executor honours (see `engine.step.Executor.parameters`)."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -139,7 +181,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     """Seconds spent in steps, in total."""
 
 
-class StepOutput(msgspec.Struct, frozen=True, tag="step"):
+class StepOutput(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
     """What one step gave. `tokens[i]` belongs to request `keys[i]`; a request may stand more than once, in order."""
 
     keys: list[int]
@@ -149,6 +191,10 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
     events: list[Stored | Removed]
     """Changes of the prefix index, in the order they happened."""
     stats: Stats
+    logprobs: dict[int, Logprobs] = {}
+    """By key: log probabilities of its `tokens`, of requests that ask for them."""
+    prompt_logprobs: dict[int, Logprobs] = {}
+    """By key: log probabilities of further prompt tokens, in order from the second token of the prompt on."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):

@@ -1,11 +1,31 @@
 """What the scheduler hands to the executor for one step, and what comes back. Plain data, no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from engine.messages import Sampling
+from engine.messages import Logprobs, Sampling
 from kv.table import TableUpdate
+
+OPTIONAL_PARAMETERS = frozenset(
+    {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logprobs", "prompt_logprobs"}
+)
+"""Fields of `Sampling` that an executor may leave to others: see `Executor.parameters`."""
+
+
+class RowContext(NamedTuple):
+    """What penalties and `min_tokens` need to know of a request beside its `Sampling`."""
+
+    prompt: Sequence[int] = ()
+    """The whole prompt, if penalties need it."""
+    outputs: Sequence[int] = ()
+    """Output tokens that the request had before it was preempted, if penalties need them. They are computed again with
+    the prompt's chunks, and yet count as output. Tokens sampled from now on are the executor's to add.
+    """
+    suppressed: Sequence[int] = ()
+    """Tokens of the vocabulary that are not sampled at positions below `suppressed_until`; never the whole of it."""
+    suppressed_until: int = 0
+    """A position: prompt tokens + min_tokens."""
 
 
 class RowStart(NamedTuple):
@@ -13,6 +33,8 @@ class RowStart(NamedTuple):
 
     row: int
     sampling: Sampling
+    context: RowContext | None = None
+    """None for rows without penalties and without `min_tokens`."""
 
 
 class Chunk(NamedTuple):
@@ -23,6 +45,12 @@ class Chunk(NamedTuple):
     tokens: Sequence[int]
     samples: bool
     """True if the chunk ends the prompt, so that the step samples the row's next token."""
+    targets: Sequence[int] = ()
+    """Prompt tokens whose log probabilities are asked for: those at positions `start + 1` and on, each predicted by the
+    token of the chunk before it. As many as `tokens`, fewer where the prompt ends, none for most requests.
+    """
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are wanted beside each of `targets`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +91,10 @@ class StepResult:
     failed_rows: frozenset[int] = frozenset()
     """Row slots of the step's plan, sampled or not, whose numbers were not finite: their tokens mean nothing, and what
     the step wrote to their pages must not be shared. The other rows are sound."""
+    logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+    """By place in `tokens`: one token's, for rows whose `Sampling.logprobs` is not None."""
+    prompt_logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+    """By place in `StepPlan.chunks`: those of the chunk's `targets`, for chunks that have any."""
 
 
 class Executor(Protocol):
@@ -71,6 +103,13 @@ class Executor(Protocol):
     `launch` may return before the step has run; the sampled token of each row stays on the device, where the next step
     finds it.
     """
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Those of `OPTIONAL_PARAMETERS` that this executor honours. Requests that ask for others never reach it: the
+        worker answers 400 and names the parameter.
+        """
+        ...
 
     def launch(self, plan: StepPlan) -> object:
         """Start `plan`; the returned handle is given to `collect`. Capacity errors are raised before anything is

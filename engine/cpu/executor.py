@@ -60,6 +60,8 @@ class ExecutorParts:
 class CpuExecutor:
     """`engine.step.Executor` on the CPU."""
 
+    parameters: frozenset[str] = frozenset()
+
     def __init__(self, parts: ExecutorParts) -> None:
         self.parts = parts
         self.tap: Tap | None = None

@@ -56,7 +56,7 @@ class StepInputs:
         self._write_sampled(plan, slots, lengths)
 
     def _start_rows(self, plan: StepPlan) -> None:
-        for row, sampling in plan.starts:
+        for row, sampling, _ in plan.starts:
             for name in _SAMPLING_COLUMNS:
                 value = getattr(sampling, name)
                 # The buffer keeps the bits of an unsigned seed as a signed number.

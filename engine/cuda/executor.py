@@ -67,6 +67,8 @@ class Launched(NamedTuple):
 class CudaExecutor:
     """`engine.step.Executor` on one GPU. Block table and last tokens stay on the device between steps."""
 
+    parameters: frozenset[str] = frozenset()
+
     def __init__(self, parts: ExecutorParts) -> None:
         self.parts = parts
         self.tap: Tap | None = None

@@ -148,7 +148,7 @@ class SlotSampling:
 
     def start(self, plan: StepPlan) -> None:
         """Take the parameters of the plan's new rows."""
-        for row, sampling in plan.starts:
+        for row, sampling, _ in plan.starts:
             for name in _SAMPLING_COLUMNS:
                 value = getattr(sampling, name)
                 # The column keeps the bits of an unsigned seed as a signed number.
