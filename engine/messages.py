@@ -11,6 +11,11 @@ import msgspec
 from engine.config import CoreConfig
 from kv.events import Removed, Stored
 
+MAX_MESSAGE_BYTES = 64 << 20
+"""Longest message in either direction; a longer one is not read. One step's tokens and events take far less."""
+MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES // 2
+"""Longest `Submit`, and the most that stand in one message together."""
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -204,4 +209,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     last_step_age_s: float
 
 
-FromCore = Ready | Failed | StepOutput | Heartbeat
+class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """The core could not read a message of the worker's and goes on without it."""
+
+    reason: str
+
+
+FromCore = Dropped | Ready | Failed | StepOutput | Heartbeat

@@ -6,23 +6,21 @@ woken once, however many of its tokens have come.
 
 import asyncio
 import contextlib
+import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
-import zmq
 
 from engine.config import CoreConfig
 from engine.messages import (
+    MAX_MESSAGE_BYTES,
+    Dropped,
     Failed,
     FromCore,
     Heartbeat,
@@ -36,10 +34,13 @@ from engine.messages import (
 )
 from kv.events import Removed, Stored
 from worker.config import CORE_KILL_S, CORE_STOP_S
+from worker.endpoint import Endpoint, EndpointError
+from worker.outbox import Outbox, broken
 from worker.stream import Stream
 
 CORE_COMMAND = (sys.executable, "-m", "engine")
 
+logger = logging.getLogger("pagelane.client")
 
 STOPPING = "the worker shuts down"
 """What those are told who wait for a core that is being stopped."""
@@ -78,8 +79,7 @@ class CoreClient:
         self._config = config
         self._listener = listener
         self._streams: dict[int, Stream] = {}
-        self._submits: list[Submit] = []
-        self._cancels: list[int] = []
+        self._outbox = Outbox()
         self._flush_scheduled = False
         self._failure: str | None = None
         self._stopping = False
@@ -90,10 +90,7 @@ class CoreClient:
         self._watchdog: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
-        self._directory: Path | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._outbox: deque[bytes] = deque()
+        self._endpoint: Endpoint | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
 
@@ -123,7 +120,11 @@ class CoreClient:
             raise CoreError(STOPPING)
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        self._spawn(self._bind())
+        try:
+            self._endpoint = Endpoint(self._on_frame)
+            self._endpoint.listen(self._spawn(self._endpoint.address))
+        except EndpointError as error:
+            raise CoreError(str(error)) from None
         self._heard = self._config.clock()
         self._send(Start(self._config.core))
         ready = await self._ready
@@ -131,32 +132,7 @@ class CoreClient:
         self._watchdog = loop.create_task(self._watch())
         return ready
 
-    def _bind(self) -> str:
-        try:
-            self._directory = Path(tempfile.mkdtemp(prefix="pagelane-"))  # mode 0700: others cannot connect
-        except OSError as error:
-            raise CoreError(
-                f"its socket needs a temporary folder, and none can be made ({error}): set TMPDIR"
-            ) from None
-        path = self._directory / "core.sock"
-        length = len(os.fsencode(path))
-        if length > zmq.IPC_PATH_MAX_LEN:
-            raise CoreError(
-                f"the path of its socket, {path}, has {length} bytes, but a socket's path has at most "
-                f"{zmq.IPC_PATH_MAX_LEN}: set TMPDIR to a folder with a path shorter by {length - zmq.IPC_PATH_MAX_LEN}"
-            )
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        try:
-            self._socket.bind(f"ipc://{path}")
-        except zmq.ZMQError as error:
-            raise CoreError(f"its socket {path} cannot be made ({error}): set TMPDIR to another folder") from None
-        asyncio.get_running_loop().add_reader(int(self._socket.fd), self._on_socket)
-        return f"ipc://{path}"
-
-    def _spawn(self, address: str) -> None:
+    def _spawn(self, address: str) -> int:
         # A session of its own: Ctrl-C in a terminal reaches the worker alone, which then drains and stops the core.
         command = [*self._config.command, address]
         try:
@@ -165,6 +141,7 @@ class CoreClient:
         except OSError as error:
             raise CoreError(f"{command[0]} cannot be run as its process: {error}") from None
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+        return self._process.pid
 
     @property
     def _serving(self) -> bool:
@@ -181,10 +158,12 @@ class CoreClient:
         if not self._serving:
             stream.error = self._failure or (STOPPING if self._stopping else "the engine core is not running")
             return stream
+        stream.end = self._outbox.submit(submit)
+        if stream.end is not None:
+            return stream
         if not self._streams:
             self._busy_since = self._config.clock()
         self._streams[submit.key] = stream
-        self._submits.append(submit)
         self._schedule_flush()
         return stream
 
@@ -195,7 +174,7 @@ class CoreClient:
             return
         stream.cancelled = True
         stream.wake()
-        self._cancels.append(key)
+        self._outbox.cancel(key)
         self._schedule_flush()
 
     def fail_streams(self, reason: str) -> None:
@@ -205,7 +184,8 @@ class CoreClient:
             stream.error = reason
             stream.wake()
         if streams and self._serving:
-            self._cancels.extend(streams)
+            for key in streams:
+                self._outbox.cancel(key)
             self._schedule_flush()
 
     async def stop(self) -> None:
@@ -239,22 +219,13 @@ class CoreClient:
             await asyncio.wait_for(self._exited.wait(), seconds)
 
     def _close(self) -> None:
-        loop = asyncio.get_running_loop()
         if self._pidfd >= 0:
-            loop.remove_reader(self._pidfd)
+            asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
-        if self._socket is not None and self._context is not None:
-            loop.remove_reader(int(self._socket.fd))
-            self._socket.close()
-            self._context.term()
-            self._socket = self._context = None
-        self._remove_directory()
-
-    def _remove_directory(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
 
     def _schedule_flush(self) -> None:
         if not self._flush_scheduled:
@@ -263,58 +234,33 @@ class CoreClient:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if self._socket is None or self._failure is not None:
-            return
-        message = Requests(self._submits, self._cancels)
-        self._submits, self._cancels = [], []
-        self._send(message)
+        if self._failure is None:
+            for message in self._outbox.take():
+                self._send(message)
 
     def _send(self, message: Start | Requests | Stop) -> None:
-        self._outbox.append(self._encoder.encode(message))
-        self._on_socket()
+        if self._endpoint is not None:
+            self._endpoint.send(self._encoder.encode(message))
 
-    def _on_socket(self) -> None:
-        """Send and take whatever can be.
-
-        The socket's file descriptor is edge-triggered and any call on the socket can use up the edge, also that of the
-        other direction. So both are exhausted until the socket itself says that nothing is left to do.
-        """
-        while self._exchange():
-            pass
-
-    def _exchange(self) -> bool:
-        """Send and take once; True if the socket can do more."""
-        if self._socket is not None:
-            self._send_outbox(self._socket)
-        self._drain()
-        if self._socket is None:
-            return False
-        wanted = zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0)
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & wanted)
-
-    def _send_outbox(self, socket: "zmq.Socket[bytes]") -> None:
-        with contextlib.suppress(zmq.Again):  # the core has not connected yet; the descriptor tells when it does
-            while self._outbox:
-                socket.send(self._outbox[0], zmq.NOBLOCK)
-                self._outbox.popleft()
-                # Connected: nobody needs the path any more, and a worker that is killed leaves nothing behind.
-                self._remove_directory()
-
-    def _drain(self) -> None:
-        while self._socket is not None:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._heard = self._config.clock()
-            self._handle(frame)
-
-    def _handle(self, frame: bytes) -> None:
+    def _on_frame(self, frame: bytes) -> None:
+        """Act on a message. Whatever a broken core sends, its requests end, and nothing is raised."""
+        self._heard = self._config.clock()
         try:
-            message = self._decoder.decode(frame)
-        except msgspec.DecodeError as error:
-            self._fail(f"the engine core sent a message that cannot be read: {error}")
-            return
+            message = self._decode(frame)
+        except (ValueError, RecursionError, MemoryError) as error:
+            self._fail(f"the engine core sent a message of {len(frame)} bytes that cannot be read: {error}")
+        else:
+            self._handle(message)
+
+    def _decode(self, frame: bytes) -> FromCore:
+        if len(frame) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message has at most {MAX_MESSAGE_BYTES} bytes")
+        message = self._decoder.decode(frame)
+        if isinstance(message, StepOutput) and len(message.tokens) != 4 * len(message.keys):
+            raise ValueError(f"{len(message.keys)} keys came with {len(message.tokens)} bytes of tokens")
+        return message
+
+    def _handle(self, message: FromCore) -> None:
         match message:
             case StepOutput():
                 self._take_step(message)
@@ -324,8 +270,10 @@ class CoreClient:
             case Ready():
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(message)
+            case Dropped():
+                self._end_unanswered(message.reason)
             case Failed():
-                self._fail(message.reason)
+                self._fail(" ".join(message.reason.split()))
 
     def _take_step(self, step: StepOutput) -> None:
         streams = self._streams
@@ -347,6 +295,16 @@ class CoreClient:
         for stream in woken.values():
             stream.wake()
 
+    def _end_unanswered(self, reason: str) -> None:
+        """The core could not read a message: requests of which it has said nothing may have stood in it."""
+        logger.error("the engine core has dropped a message: %s", reason)
+        for stream in [stream for stream in self._streams.values() if not stream.delivered]:
+            del self._streams[stream.key]
+            stream.end = broken(stream.key, f"the engine core could not read a message: {reason}")
+            stream.wake()
+            self._outbox.cancel(stream.key)
+        self._schedule_flush()
+
     def _take_stats(self, stats: Stats) -> None:
         self.stats = stats
         self._listener.stats(stats)
@@ -363,7 +321,8 @@ class CoreClient:
             await asyncio.sleep(min(1.0, limit / 4))
             silence = self._config.clock() - self._heard
             if silence > limit:
-                self._on_socket()  # the loop itself may have been held up: what has come meanwhile counts
+                if self._endpoint is not None:
+                    self._endpoint.exchange()  # the loop itself may have been held up: what has come meanwhile counts
                 silence = self._config.clock() - self._heard
             if silence > limit:
                 self._fail(f"the engine core has said nothing for {silence:.1f} s (step_timeout_s is {limit:g})")
@@ -371,7 +330,8 @@ class CoreClient:
     def _on_exit(self) -> None:
         if self._process is None:
             return
-        self._drain()  # its last words
+        if self._endpoint is not None:
+            self._endpoint.drain()  # its last words
         asyncio.get_running_loop().remove_reader(self._pidfd)
         code = self._process.wait()
         self._exited.set()

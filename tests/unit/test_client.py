@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import uvloop
-import zmq
 
 from engine.config import CoreConfig
-from engine.messages import Sampling, Stop, Submit
+from engine.messages import Sampling, Submit
 from kv.events import Stored
 from kv.hashing import Blake2bHasher
 from worker.client import ClientConfig, CoreClient, CoreError, Listener
@@ -161,37 +160,6 @@ async def test_a_command_that_is_not_there_is_named():
     with pytest.raises(CoreError, match="/no/such/python"):
         await client.start()
     await client.stop()
-
-
-async def test_a_core_that_connects_between_send_and_receive_still_gets_its_start(tmp_path):
-    """The receive takes the core's arrival in and uses up the descriptor's edge; nothing else would tell of it."""
-    core = zmq.Context().socket(zmq.PAIR)
-
-    class Between:
-        """The client's socket; the core connects at the first receive."""
-
-        def __init__(self, socket, address):
-            self.socket, self.address = socket, address
-
-        def recv(self, flags):
-            if self.address:
-                core.connect(self.address)
-                self.address = ""
-                time.sleep(0.2)
-            return self.socket.recv(flags)
-
-        def __getattr__(self, name):
-            return getattr(self.socket, name)
-
-    client = CoreClient(ClientConfig(CoreConfig(model="m"), ("unused",)), Listener())
-    address = client._bind()
-    client._socket = Between(client._socket, address)
-    client._send(Stop())
-    try:
-        await until(lambda: core.poll(0), 1.0)
-    finally:
-        await client.stop()
-        core.context.destroy(linger=0)
 
 
 HANG = ("-c", "import time; time.sleep(60)")
