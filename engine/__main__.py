@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from engine.build import BuiltLane
 
 PR_SET_PDEATHSIG = 1
+START_S = 30.0
+"""How long the worker may take to send `Start`."""
 
 
 def end_with_parent() -> None:
@@ -51,15 +53,32 @@ def build(config: CoreConfig) -> "BuiltLane":
     return build_lane(config, Path(config.model), time.monotonic)
 
 
+def await_start(channel: Channel, clock: Callable[[], float]) -> CoreConfig | Stop | None:
+    """What the worker starts this core with; `Stop` if it wants it to end at once; None, and a log line, if neither
+    comes within `START_S`. Nothing else may come before `Ready`.
+    """
+    config: CoreConfig | None = None
+    deadline = clock() + START_S
+    while config is None and (left := deadline - clock()) > 0:
+        for message in channel.receive(left):
+            if isinstance(message, Stop):
+                return message
+            if isinstance(message, Start) and config is None:
+                config = message.config
+            else:
+                channel.drop(f"{type(message).__name__} came before the core was ready")
+    if config is None:
+        logging.error("no Start message came within %g s; the engine core ends", START_S)
+    return config
+
+
 def serve(channel: Channel, build: Callable[[CoreConfig], "BuiltLane"] = build) -> int:
     """Wait for `Start`, build the lane, serve. Returns the exit code."""
-    messages = channel.receive(30.0)
-    if not messages or not isinstance(messages[0], Start):
-        logging.error("no Start message came within 30 s; the engine core ends")
+    config = await_start(channel, time.monotonic)
+    if config is None:
         return 1
-    if any(isinstance(message, Stop) for message in messages[1:]):  # nothing else may come before `Ready`
+    if isinstance(config, Stop):
         return 0
-    config = messages[0].config
     began = time.monotonic()
     try:
         built = build(config)

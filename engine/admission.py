@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from engine.request import Request
 from engine.scheduling import SchedulerConfig
 from kv.index import max_hit_blocks
@@ -60,4 +62,15 @@ def never_served(request: Request, config: SchedulerConfig) -> str:
         )
     if len(request.digests) != blocks:
         return f"{len(request.digests)} block hashes came with a prompt of {blocks} full blocks"
-    return ""
+    return _outside_vocabulary(request, config.vocab_size)
+
+
+def _outside_vocabulary(request: Request, vocab_size: int | None) -> str:
+    """A token that the model would look up beyond its table, and so fail the step for all that are in it."""
+    if vocab_size is None:
+        return ""
+    ids = np.frombuffer(request.tokens, dtype=np.int32)
+    low, high = int(ids.min()), int(ids.max())
+    if low >= 0 and high < vocab_size:
+        return ""
+    return f"the prompt holds token {low if low < 0 else high}, but the model's vocabulary is 0 to {vocab_size - 1}"

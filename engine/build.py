@@ -68,7 +68,9 @@ def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] =
     costs = None
     if config.itl_target_ms is not None:
         costs = measure_step_costs(built.executor, config, built.servable_length, clock)
-    limits = SchedulerConfig.of(config, built.servable_length, built.capacity.usable_pages, costs)
+    limits = SchedulerConfig.of(
+        config, built.servable_length, built.capacity.usable_pages, costs, built.model_config.vocab_size
+    )
     scheduler = Scheduler(limits, PagePool(built.capacity), hasher)
     log.info("memory, planned and measured:\n%s", built.report.as_text())
     return BuiltLane(

@@ -10,8 +10,8 @@ import msgspec
 import zmq
 
 from engine.lane import Lane
-from engine.messages import FromCore, Heartbeat, Requests, StepOutput, Stop, ToCore
-from engine.scheduling import Effects
+from engine.messages import MAX_MESSAGE_BYTES, Dropped, FromCore, Heartbeat, Requests, StepOutput, Stop, ToCore
+from engine.scheduling import DuplicateKey, Effects
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +36,29 @@ class Channel:
         self._socket.send(self._encoder.encode(message))
 
     def receive(self, timeout_s: float) -> list[ToCore]:
-        """Everything that has arrived; waits up to `timeout_s` for the first message."""
+        """Everything that has arrived and can be read; waits up to `timeout_s` for the first message."""
         messages: list[ToCore] = []
         if self._socket.poll(int(timeout_s * 1000)):
             while True:
                 try:
-                    messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+                    frame = self._socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     break
+                try:
+                    messages.append(self._decode(frame))
+                except (ValueError, RecursionError, MemoryError) as error:
+                    self.drop(f"it has {len(frame)} bytes and cannot be read: {error}")
         return messages
+
+    def _decode(self, frame: bytes) -> ToCore:
+        if len(frame) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message has at most {MAX_MESSAGE_BYTES} bytes")
+        return self._decoder.decode(frame)
+
+    def drop(self, reason: str) -> None:
+        """Go on without a message, and say so: the worker ends the requests that may have stood in it."""
+        log.error("a message from the worker is dropped: %s", reason)
+        self.send(Dropped(reason))
 
     def close(self) -> None:
         """Close the socket; messages still unsent get a second to leave."""
@@ -71,6 +85,8 @@ class Core:
                     return
                 if isinstance(message, Requests):
                     self._take(message)
+                else:
+                    log.error("a message from the worker is dropped: the core has started already")
             if os.getppid() != self._parent:
                 log.warning("the worker process is gone; the engine core ends")
                 return
@@ -79,7 +95,10 @@ class Core:
     def _take(self, message: Requests) -> None:
         now = self.clock()
         for submit in message.submits:
-            self.lane.scheduler.submit(submit, now)
+            try:
+                self.lane.scheduler.submit(submit, now)
+            except DuplicateKey as error:  # ending it would end the other: they have one name
+                log.error("a request is dropped: %s", error)
         for key in message.cancels:
             self.lane.scheduler.cancel(key)
 

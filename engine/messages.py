@@ -4,9 +4,10 @@ Requests are named by `key`, a number that the worker gives out once and never r
 only for log lines. Token ids are packed as little-endian int32 bytes.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from engine.config import CoreConfig
 from kv.events import Removed, Stored
@@ -19,6 +20,14 @@ MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES // 2
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+_LARGEST = 3.4e38
+"""About the largest float32, in which executors hold these numbers."""
+Finite = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+NotNegative = Annotated[float, Meta(ge=0, le=_LARGEST)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=0)]
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How the next token of a request is chosen. `temperature == 0` is greedy and ignores the rest.
 
@@ -27,22 +36,22 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     change a text.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    repetition_penalty: float = 1.0
+    temperature: NotNegative = 0.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    top_p: Share = 1.0
+    min_p: Share = 0.0
+    seed: Count = 0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=_LARGEST)] = 1.0
     """Divides positive logits of tokens that stand in prompt or output, and multiplies negative ones; 1 is off."""
-    presence_penalty: float = 0.0
+    presence_penalty: Finite = 0.0
     """Subtracted from the logit of every token that stands in the output; 0 is off."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Finite = 0.0
     """Subtracted from a token's logit once for each time that it stands in the output; 0 is off."""
-    min_tokens: int = 0
+    min_tokens: Count = 0
     """Output tokens before which none of `Submit.stop_token_ids` is sampled."""
-    logprobs: int | None = None
+    logprobs: Count | None = None
     """Log probabilities of output tokens: None for none, 0 for the sampled token's, n for the n likeliest ones' too."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Count | None = None
     """The same for the prompt's tokens, from its second one on."""
 
     @property

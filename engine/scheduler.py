@@ -22,7 +22,7 @@ from engine.messages import Finished, FinishReason, Submit
 from engine.queue import WaitingQueue
 from engine.request import Request, State
 from engine.rows import Rows
-from engine.scheduling import Counters, Effects, Launched, SchedulerConfig
+from engine.scheduling import Counters, DuplicateKey, Effects, Launched, SchedulerConfig
 from engine.step import Chunk, RowStart, StepPlan, StepResult
 from kv.hashing import BlockHasher
 from kv.pool import PagePool, SealedBlock
@@ -58,7 +58,12 @@ class Scheduler:
     # Requests come and go
 
     def submit(self, submit: Submit, now: float) -> None:
-        """Queue a request, or refuse it with a terminal effect if it can never be served or the queue is full."""
+        """Queue a request, or refuse it with a terminal effect if it can never be served or the queue is full.
+
+        Raises `DuplicateKey`, and changes nothing, while another request of that key is live.
+        """
+        if submit.key in self._live:
+            raise DuplicateKey(f"key {submit.key} of request {submit.request_id!r} is in use")
         request = Request.from_submit(submit, self.hasher.digest_size, now, self._submitted)
         self._submitted += 1
         complaint = never_served(request, self.config)

@@ -10,6 +10,10 @@ from engine.request import Request
 from engine.step import StepPlan
 
 
+class DuplicateKey(ValueError):
+    """A request came under the key of one that is still live."""
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of one lane. Everything `*_tokens` counts tokens, everything `*_pages` counts pages."""
@@ -19,6 +23,8 @@ class SchedulerConfig:
     max_bucket: int
     max_step_tokens: int
     max_chunk_tokens: int
+    vocab_size: int | None = None
+    """Token ids are below this; None lets any pass."""
     max_in_flight: int = 1
     lifetime: bool = False
     """Reserve prompt + max_tokens at admission for every request, and so never preempt."""
@@ -39,7 +45,12 @@ class SchedulerConfig:
 
     @classmethod
     def of(
-        cls, config: CoreConfig, servable_length: int, usable_pages: int, costs: StepCosts | None = None
+        cls,
+        config: CoreConfig,
+        servable_length: int,
+        usable_pages: int,
+        costs: StepCosts | None = None,
+        vocab_size: int | None = None,
     ) -> "SchedulerConfig":
         """The scheduler's part of the core's settings. The low-water mark is one page in a hundred.
 
@@ -60,6 +71,7 @@ class SchedulerConfig:
             max_bucket=config.max_bucket,
             max_step_tokens=config.max_step_tokens,
             max_chunk_tokens=config.max_chunk_tokens or config.max_step_tokens,
+            vocab_size=vocab_size,
             max_in_flight=config.pipeline_depth + 1,
             lifetime=config.reservation == "lifetime",
             max_preemptions=config.max_preemptions,

@@ -16,6 +16,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Submit)
         self._submits: list[msgspec.Raw] = []
         self._sizes: list[int] = []
         self._cancels: list[int] = []
@@ -24,6 +25,7 @@ class Outbox:
         """Take a request; or return its end, if the core could not be sent it."""
         try:
             packed = self._encoder.encode(submit)
+            self._decoder.decode(packed)  # the core would drop the whole message
         except (TypeError, ValueError, OverflowError) as error:
             return broken(submit.key, f"the request cannot be sent to the engine core: {error}")
         if len(packed) > MAX_REQUEST_BYTES:
