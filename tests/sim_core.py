@@ -1,4 +1,4 @@
-"""The engine core as a process (`python -m tests.sim_core`): its real loop, lane, scheduler and pool, a simulated device.
+"""The engine core as a process over a simulated device, its loop, lane and scheduler real: `-m tests.sim_core`.
 
 Cheap enough for long runs of several workers on two cores, and it can be told to fail: an order in
 `DIRECTORY/<pid>.order` is carried out by the next step and removed.
@@ -127,6 +127,7 @@ def build(config: CoreConfig, options: argparse.Namespace) -> BuiltLane:
         load_line=f"KV cache (simulated): {capacity.usable_pages} pages of {capacity.page_size} tokens",
         memory={"kv_pool": 0},
         seconds={},
+        parameters=frozenset(),
     )
 
 
