@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from engine.cuda.decode_plan import DecodePlanner
 from engine.cuda.fa3 import Fa3Buffers, Fa3Size, fill_fa3, size_fa3
 from engine.cuda.flashinfer_raw import Signatures
 from engine.cuda.layout import FA3_LISTS, AttentionCapacity, AttentionLayout, Range
@@ -17,9 +18,9 @@ from engine.cuda.planner import (
     size_fa2,
     tile_q_for,
 )
-from engine.cuda.policy import DecodeRows, chunk_kernel, decode_chunk_pages, max_decode_tiles, splits, uses_xqa
+from engine.cuda.policy import DecodeRows, chunk_kernel, splits, uses_xqa
 from engine.cuda.staging import CopyDevice, StagingRing
-from engine.plan import PlanError
+from engine.plan import PlanCapacity, PlanError
 
 Kernel = Literal["fa2", "fa3", "xqa"]
 
@@ -56,16 +57,13 @@ class StepRows:
     chunk_lengths: Array
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
+class _Sizes(NamedTuple):
     """All numbers of a step's plans, before anything is written."""
 
     decode: Fa2Size | None
     decode_kernel: Kernel
     decode_rows: int
     chunks: Fa2Size | Fa3Size | None
-    first_pages: Array
-    """Where the pages of each chunk's row begin in the step's page list."""
 
 
 class _Staged:
@@ -76,8 +74,10 @@ class _Staged:
             buffer = layout.buffers[name]
             return staging[buffer.offset : buffer.offset + buffer.nbytes].view(buffer.dtype)
 
-        fa2 = [[array(f"{prefix}_{name}") for name in Fa2Buffers.__slots__] for prefix in ("decode", "chunk")]
-        self.decode, self.chunks = (Fa2Buffers(*arrays) for arrays in fa2)
+        def fa2(prefix: str) -> Fa2Buffers:
+            return Fa2Buffers(*(array(f"{prefix}_{name}") for name in Fa2Buffers.__slots__))
+
+        self.whole, self.decode, self.chunks = fa2("whole"), fa2("decode"), fa2("chunk")
         lists = ("work_indptr", *FA3_LISTS) if layout.capacity.sm90 else ()
         self.fa3 = Fa3Buffers(*(array(f"fa3_{name}") for name in lists)) if lists else None
 
@@ -90,10 +90,14 @@ class AttentionPlans:
         self.layout = layout
         self.current = PlannedStep(None, None)
         self._capacity = layout.capacity
+        self._limits = _Limits.of(layout.capacity)
         self._shape = layout.capacity.shape
         self._raw = raw
         self._ring = StagingRing(device, layout.staged_nbytes, slots, lambda memory: _Staged(memory, layout))
-        self._offsets = {name: buffer.offset for name, buffer in layout.buffers.items()}
+        self._at = {prefix: layout.offsets(prefix) for prefix in ("whole", "decode", "chunk", "fa3")}
+        self._decode = DecodePlanner(layout.capacity)
+        self._decode.fill_whole(self._ring.acquire().whole)
+        self._ring.submit(layout.ranges["whole"])
 
     def update(self, rows: StepRows, bucket: int | None = None) -> PlannedStep:
         """Plan a step and queue the copy of its plans.
@@ -102,109 +106,134 @@ class AttentionPlans:
         chunks are not allowed beside them. Raises `PlanError` if a number exceeds its capacity and `ValueError` for
         rows that cannot be; then nothing has been written and the last plan stays.
         """
-        _check_rows(rows, bucket, self._capacity)
-        sizes = self._size(rows, bucket)
-        self._check_sizes(sizes)
-        if sizes.decode is not None or sizes.chunks is not None:
-            self._write(sizes, self._ring.acquire())
-            self._ring.submit(self._used(sizes))
+        sizes = self._size(rows, _check_rows(rows, bucket, self._capacity), bucket)
+        self._limits.check(sizes)
+        used = self._used(sizes)
+        if used is not None:
+            self._write(sizes, rows, self._ring.acquire())
+            self._ring.submit(used)
         self.current = PlannedStep(self._decode_launch(sizes), self._chunk_launch(sizes))
         return self.current
 
-    def _size(self, rows: StepRows, bucket: int | None) -> _Sizes:
-        page_size = self._capacity.step.page_size
-        decode_pages = -(-rows.decode_lengths // page_size)
-        chunk_pages = -(-rows.chunk_lengths // page_size)
-        first_pages = int(decode_pages.sum()) + np.cumsum(chunk_pages) - chunk_pages
-        count = len(decode_pages) if bucket is None else bucket
-        chunks = self._size_chunks(rows, chunk_pages) if len(rows.chunk_tokens) else None
-        if not count:
-            return _Sizes(None, "fa2", 0, chunks, first_pages)
-        lengths = rows.decode_lengths
-        step = DecodeRows(count, int(lengths.max(initial=1)), int(lengths.sum()) + count - len(lengths))
+    def _size(self, rows: StepRows, step: DecodeRows, bucket: int | None) -> _Sizes:
+        chunks = self._size_chunks(rows) if len(rows.chunk_tokens) else None
+        if not step.rows:
+            return _Sizes(None, "fa2", 0, chunks)
         if self._capacity.xqa and uses_xqa(step, self._shape):
-            return _Sizes(None, "xqa", count, chunks, first_pages)
-        decode_pages = np.append(decode_pages, np.ones(count - len(lengths), np.int64))
-        return _Sizes(self._size_decode(decode_pages, step, bucket), "fa2", count, chunks, first_pages)
+            return _Sizes(None, "xqa", step.rows, chunks)
+        if not splits(step, self._shape):
+            return _Sizes(self._decode.whole(step), "fa2", step.rows, chunks)
+        return _Sizes(self._decode.split(rows.decode_lengths, step, bucket), "fa2", step.rows, chunks)
 
-    def _size_decode(self, pages: Array, step: DecodeRows, bucket: int | None) -> Fa2Size:
-        shape, tiles = self._shape, self._capacity.decode_row_tiles
-        ones = np.ones(step.rows, np.int64)
-        if not splits(step, shape):
-            return size_fa2(ones, pages, shape, self._capacity.decode_tile_q, None)
-        chunk_pages = decode_chunk_pages(pages, shape, tiles)
-        grid = None if bucket is None else max_decode_tiles(bucket, tiles, shape)
-        return size_fa2(ones, pages, shape, self._capacity.decode_tile_q, chunk_pages, padded_tiles=grid)
-
-    def _size_chunks(self, rows: StepRows, pages: Array) -> Fa2Size | Fa3Size:
+    def _size_chunks(self, rows: StepRows) -> Fa2Size | Fa3Size:
         queries, shape = rows.chunk_tokens, self._shape
         if self._capacity.sm90 and chunk_kernel(queries, shape) == "fa3":
             return size_fa3(queries, rows.chunk_lengths, shape)
-        packed = queries * shape.group
+        packed, pages = queries * shape.group, -(-rows.chunk_lengths // shape.page_size)
         tile_q = tile_q_for(int(packed.sum()) // len(queries), shape.head_dim)
         chunk_pages = search_chunk_pages(-(-packed // tile_q), pages, shape)
         return size_fa2(queries, pages, shape, tile_q, chunk_pages)
 
-    def _check_sizes(self, sizes: _Sizes) -> None:
-        capacity = self._capacity
-        if sizes.decode is not None:
-            _at_most("tiles of the decode plan", sizes.decode.padded_tiles, capacity.max_decode_tiles)
-            _at_most("partial rows of the decode plan", sizes.decode.partial_rows, capacity.decode_partial_rows)
-        if isinstance(sizes.chunks, Fa3Size):
-            _at_most("works of the FA3 plan", sizes.chunks.works, capacity.max_works)
-        elif sizes.chunks is not None:
-            _at_most("tiles of the chunk plan", sizes.chunks.padded_tiles, capacity.max_chunk_tiles)
-            _at_most("partial rows of the chunk plan", sizes.chunks.partial_rows, capacity.chunk_partial_rows)
-
-    def _write(self, sizes: _Sizes, staged: _Staged) -> None:
-        page_size = self._capacity.step.page_size
-        if sizes.decode is not None:
-            fill_fa2(sizes.decode, page_size, staged.decode)
+    def _write(self, sizes: _Sizes, rows: StepRows, staged: _Staged) -> None:
+        page_size = self._shape.page_size
+        if sizes.decode is not None and sizes.decode.split:
+            self._decode.fill_split(sizes.decode, staged.decode)
         if isinstance(sizes.chunks, Fa2Size):
             fill_fa2(sizes.chunks, page_size, staged.chunks)
         elif sizes.chunks is not None and staged.fa3 is not None:
-            fill_fa3(sizes.chunks, sizes.first_pages, self._capacity.sm_count, staged.fa3)
+            # The chunks' pages follow those of the decode rows in the step's page list.
+            pages = -(-rows.chunk_lengths // page_size)
+            first_pages = int((-(-rows.decode_lengths // page_size)).sum()) + np.cumsum(pages) - pages
+            fill_fa3(sizes.chunks, first_pages, self._capacity.sm_count, staged.fa3)
 
-    def _used(self, sizes: _Sizes) -> Range:
-        ranges = self.layout.ranges
+    def _used(self, sizes: _Sizes) -> Range | None:
+        """What of a staging buffer the step's plans fill: nothing if no row is split and there are no chunks."""
+        ranges, split = self.layout.ranges, sizes.decode is not None and sizes.decode.split
         if isinstance(sizes.chunks, Fa3Size):
-            return Range(ranges["decode" if sizes.decode else "fa3"].begin, ranges["fa3"].end)
+            return Range(ranges["decode" if split else "fa3"].begin, ranges["fa3"].end)
         if sizes.chunks is not None:
-            return Range(ranges["chunks"].begin, ranges["decode" if sizes.decode else "chunks"].end)
-        return ranges["decode"]
+            return Range(ranges["chunks"].begin, ranges["decode" if split else "chunks"].end)
+        return ranges["decode"] if split else None
 
     def _decode_launch(self, sizes: _Sizes) -> Launch | None:
-        if sizes.decode is None:
-            rows = sizes.decode_rows
+        rows, size = sizes.decode_rows, sizes.decode
+        if size is None:
             return Launch(sizes.decode_kernel, False, rows, rows, []) if rows else None
-        info = self._raw.fa2_info(sizes.decode, "decode", self._offsets)
-        return Launch("fa2", sizes.decode.split, sizes.decode_rows, sizes.decode.query_rows, info)
+        return Launch(
+            "fa2", size.split, rows, rows, self._raw.fa2_info(size, self._at["decode" if size.split else "whole"])
+        )
 
     def _chunk_launch(self, sizes: _Sizes) -> Launch | None:
         if sizes.chunks is None:
             return None
         rows, tokens = len(sizes.chunks.queries), int(sizes.chunks.queries.sum())
         if isinstance(sizes.chunks, Fa3Size):
-            return Launch("fa3", False, rows, tokens, self._raw.fa3_info(sizes.chunks, self._offsets))
-        return Launch("fa2", sizes.chunks.split, rows, tokens, self._raw.fa2_info(sizes.chunks, "chunk", self._offsets))
+            return Launch("fa3", False, rows, tokens, self._raw.fa3_info(sizes.chunks, self._at["fa3"]))
+        return Launch("fa2", sizes.chunks.split, rows, tokens, self._raw.fa2_info(sizes.chunks, self._at["chunk"]))
 
 
-def _check_rows(rows: StepRows, bucket: int | None, capacity: AttentionCapacity) -> None:
-    decode, chunks = len(rows.decode_lengths), len(rows.chunk_tokens)
+class _Limits(NamedTuple):
+    """What the plans' buffers hold."""
+
+    decode_tiles: int
+    decode_partial_rows: int
+    chunk_tiles: int
+    chunk_partial_rows: int
+    works: int
+
+    @staticmethod
+    def of(capacity: AttentionCapacity) -> "_Limits":
+        return _Limits(
+            capacity.max_decode_tiles,
+            capacity.decode_partial_rows,
+            capacity.max_chunk_tiles,
+            capacity.chunk_partial_rows,
+            capacity.max_works,
+        )
+
+    def check(self, sizes: _Sizes) -> None:
+        """Raise `PlanError` unless all plans fit."""
+        if sizes.decode is not None:
+            _at_most("tiles of the decode plan", sizes.decode.padded_tiles, self.decode_tiles)
+            _at_most("tiles of the bucket's plan", sizes.decode.tiles, sizes.decode.padded_tiles)
+            _at_most("partial rows of the decode plan", sizes.decode.partial_rows, self.decode_partial_rows)
+        if isinstance(sizes.chunks, Fa3Size):
+            _at_most("works of the FA3 plan", sizes.chunks.works, self.works)
+        elif sizes.chunks is not None:
+            _at_most("tiles of the chunk plan", sizes.chunks.padded_tiles, self.chunk_tiles)
+            _at_most("partial rows of the chunk plan", sizes.chunks.partial_rows, self.chunk_partial_rows)
+
+
+def _check_rows(rows: StepRows, bucket: int | None, capacity: AttentionCapacity) -> DecodeRows:
+    """Check what the caller gave; returns the decode rows in brief, those that fill up a bucket included."""
+    lengths, chunks, step = rows.decode_lengths, len(rows.chunk_tokens), capacity.step
+    decode = len(lengths)
     if bucket is not None:
         if chunks:
             raise ValueError(f"a step in a bucket computes decode rows only, but has {chunks} chunks")
         _at_most("decode rows in a bucket", decode, bucket)
-    step = capacity.step
-    _at_most("rows of the step", max(decode, bucket or 0) + chunks, step.max_rows)
-    _at_most("tokens of the step", decode + int(rows.chunk_tokens.sum()), step.max_step_tokens)
-    if chunks != len(rows.chunk_lengths):
-        raise ValueError(f"{chunks} chunks, but {len(rows.chunk_lengths)} lengths of their rows")
-    for lengths in (rows.decode_lengths, rows.chunk_lengths):
-        _at_most("length of a row", int(lengths.max(initial=0)), step.max_context)
-    if int(rows.decode_lengths.min(initial=1)) < 1:
-        raise ValueError(f"length of a decode row is {int(rows.decode_lengths.min())}, but must be at least 1")
-    if int(rows.chunk_tokens.min(initial=1)) < 1 or bool((rows.chunk_lengths < rows.chunk_tokens).any()):
+    filled = decode if bucket is None else bucket
+    _at_most("rows of the step", filled + chunks, step.max_rows)
+    _check_chunks(rows, step)
+    if not decode:
+        return DecodeRows(filled, 1, filled)
+    longest, total = int(np.maximum.reduce(lengths)), int(np.add.reduce(lengths))
+    _at_most("length of a row", longest, step.max_context)
+    shortest = int(np.minimum.reduce(lengths))
+    if shortest < 1:
+        raise ValueError(f"length of a decode row is {shortest}, but must be at least 1")
+    return DecodeRows(filled, longest, total + filled - decode)
+
+
+def _check_chunks(rows: StepRows, step: PlanCapacity) -> None:
+    tokens, lengths, decode = rows.chunk_tokens, rows.chunk_lengths, len(rows.decode_lengths)
+    if len(tokens) != len(lengths):
+        raise ValueError(f"{len(tokens)} chunks, but {len(lengths)} lengths of their rows")
+    if not len(tokens):
+        return
+    _at_most("tokens of the step", decode + int(tokens.sum()), step.max_step_tokens)
+    _at_most("length of a row", int(lengths.max()), step.max_context)
+    if int(tokens.min()) < 1 or bool((lengths < tokens).any()):
         raise ValueError("every chunk needs 1 <= query tokens <= length of its row")
 
 

@@ -17,6 +17,8 @@ class TorchDevice:
         self.arena = arena
         # The arrays of the ring by identity; they live as long as this object.
         self._pinned: dict[int, tuple[Array, Tensor]] = {}
+        # Target and source of each copy: a ring has few ranges, and slicing costs as much as queueing the copy.
+        self._copies: dict[tuple[int, Range], tuple[Tensor, Tensor]] = {}
 
     def pinned(self, nbytes: int) -> Array:
         """See `CopyDevice`."""
@@ -27,8 +29,11 @@ class TorchDevice:
 
     def copy(self, source: Array, at: Range) -> None:
         """See `CopyDevice`."""
-        memory = self._pinned[id(source)][1]
-        self.arena[at.begin : at.end].copy_(memory[at.begin : at.end], non_blocking=True)
+        pair = self._copies.get((id(source), at))
+        if pair is None:
+            memory = self._pinned[id(source)][1]
+            pair = self._copies[id(source), at] = self.arena[at.begin : at.end], memory[at.begin : at.end]
+        pair[0].copy_(pair[1], non_blocking=True)
 
     def event(self) -> Event:
         """See `CopyDevice`."""

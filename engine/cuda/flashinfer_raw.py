@@ -92,10 +92,14 @@ class HostRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Signatures:
-    """One version's signatures. Offsets are bytes by buffer name, in the arena that is passed as workspace."""
+    """One version's signatures.
+
+    Offsets are bytes in the arena that is passed as workspace, by the names of `Fa2Buffers` (and `partials`, `lse`) or
+    `Fa3Buffers`.
+    """
 
     version: str
-    fa2_info: Callable[[Fa2Size, str, Mapping[str, int]], list[int]]
+    fa2_info: Callable[[Fa2Size, Mapping[str, int]], list[int]]
     fa3_info: Callable[[Fa3Size, Mapping[str, int]], list[int]]
     plan_fa2: Callable[[Any, Workspaces, HostRows, AttentionShape, int | None], list[int]]
     run_fa2: Callable[[Any, "Tensor", list[int], PagedCall, bool], None]
@@ -105,35 +109,31 @@ class Signatures:
     """JIT specs by a short name: `build_and_load()` gives the module, `is_aot` tells that it is prebuilt."""
 
 
-def _fa2_info(size: Fa2Size, prefix: str, offsets: Mapping[str, int]) -> list[int]:
+def _fa2_info(size: Fa2Size, at: Mapping[str, int]) -> list[int]:
     """`PrefillPlanInfo::ToVector`. The kernel looks at the merge's offsets only if split, at the row count only if
     masked.
     """
-
-    def at(name: str) -> int:
-        return offsets[f"{prefix}_{name}"]
-
     split = size.split
     return [
         size.padded_tiles,
         size.query_rows,
-        at("total_num_rows") if size.masked else 0,
+        at["total_num_rows"] if size.masked else 0,
         size.tile_q,
-        at("request_indices"),
-        at("qo_tile_indices"),
-        at("kv_tile_indices"),
-        at("merge_indptr") if split else 0,
-        at("o_indptr"),
-        at("kv_chunk_size"),
-        at("partials") if split else 0,
-        at("lse") if split else 0,
-        at("block_valid_mask") if split else 0,
+        at["request_indices"],
+        at["qo_tile_indices"],
+        at["kv_tile_indices"],
+        at["merge_indptr"] if split else 0,
+        at["o_indptr"],
+        at["kv_chunk_size"],
+        at["partials"] if split else 0,
+        at["lse"] if split else 0,
+        at["block_valid_mask"] if split else 0,
         int(size.masked),
         int(split),
     ]
 
 
-def _fa3_info(size: Fa3Size, offsets: Mapping[str, int]) -> list[int]:
+def _fa3_info(size: Fa3Size, at: Mapping[str, int]) -> list[int]:
     """`PrefillPlanSM90Info::ToVector`."""
     order = (
         "qo_tile_indices",
@@ -145,7 +145,7 @@ def _fa3_info(size: Fa3Size, offsets: Mapping[str, int]) -> list[int]:
         "work_indptr",
         "batch_indices",
     )
-    return [*(offsets[f"fa3_{name}"] for name in order), int(size.same_schedule)]
+    return [*(at[name] for name in order), int(size.same_schedule)]
 
 
 def _plan_fa2(

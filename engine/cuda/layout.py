@@ -2,7 +2,8 @@
 
 The arena begins with the *staged* sections, which the host fills in pinned memory at the same offsets. They are in such
 an order that what a step uses is one range, and one copy: `chunks` and `decode`, `decode` alone, or `decode` and `fa3`.
-What follows lives on the device only.
+`whole`, the decode plan that splits no row, is the same in every step and copied once. What follows the staged sections
+lives on the device only.
 """
 
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ from engine.cuda.planner import AttentionShape, tile_q_for
 from engine.cuda.policy import max_decode_tiles
 from engine.plan import INT32_MAX, Buffer, DType, PlanCapacity, PlanError, aligned
 
-Section = Literal["chunks", "decode", "fa3", "device"]
-STAGED: tuple[Section, ...] = ("chunks", "decode", "fa3")
+Section = Literal["whole", "chunks", "decode", "fa3", "device"]
+STAGED: tuple[Section, ...] = ("whole", "chunks", "decode", "fa3")
 FA3_LISTS = ("qo_tile_indices", "qo_indptr", "kv_indptr", "qo_lens", "kv_lens", "head_indices", "batch_indices")
 ELEMENT_BYTES = 2
 """Of activations, KV and partial results: the lane computes in bfloat16 or float16."""
@@ -115,8 +116,8 @@ class Range(NamedTuple):
 class AttentionLayout:
     """Buffers of the attention plans, in one arena.
 
-    - `chunks`, `decode`: FA2's plans, named `chunk_*` and `decode_*` (see `planner.Fa2Buffers`); `fa3`: work lists,
-      named `fa3_*` (see `fa3.Fa3Buffers`).
+    - `whole`, `chunks`, `decode`: FA2's plans, named `whole_*`, `chunk_*` and `decode_*` (see `planner.Fa2Buffers`);
+      `fa3`: work lists, named `fa3_*` (see `fa3.Fa3Buffers`).
     - `device`: partial results of split plans (`*_partials` in the lane's dtype, `*_lse` float32), and for XQA a dense
       page table with a row for each decode row, semaphores (zero before the first use) and scratch.
     """
@@ -152,9 +153,12 @@ class AttentionLayout:
 
     def _shapes(self) -> Iterator[tuple[Section, str, DType, tuple[int, ...]]]:
         capacity, step = self.capacity, self.capacity.step
+        # No row is split: nothing to merge, nothing to mask.
+        whole = self._fa2("whole", step.max_rows * capacity.decode_row_tiles, step.max_rows, 0)
         decode = self._fa2("decode", capacity.max_decode_tiles, step.max_rows, step.max_rows)
         chunks = self._fa2("chunk", capacity.max_chunk_tiles, step.max_rows, step.max_step_tokens)
         sections: dict[Section, Iterator[tuple[str, DType, tuple[int, ...]]]] = {
+            "whole": whole,
             "chunks": chunks,
             "decode": decode,
             "fa3": self._fa3(),
@@ -177,6 +181,12 @@ class AttentionLayout:
     def buffers(self) -> dict[str, Buffer]:
         """Every buffer by its name, in the order of their places."""
         return {buffer.name: buffer for _, buffer in self._placed}
+
+    def offsets(self, prefix: str) -> dict[str, int]:
+        """Offsets of the buffers `prefix_*`, by the rest of their names."""
+        start = f"{prefix}_"
+        named = {name: buffer.offset for name, buffer in self.buffers.items() if name.startswith(start)}
+        return {name.removeprefix(start): offset for name, offset in named.items()}
 
     @cached_property
     def ranges(self) -> dict[Section, Range]:

@@ -6,8 +6,9 @@ against one chunk of its KV; the kernel's grid is tiles x KV heads. Where a row'
 writes partial results that a second kernel merges.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ Array = NDArray[Any]
 
 MIN_CHUNK_TOKENS = 128
 """FlashInfer splits no finer than this."""
+_CANDIDATES = 16
+"""Chunk sizes that the search counts at once: two rounds of numpy calls where halving takes seven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,7 @@ def tile_q_for(packed_queries: int, head_dim: int) -> int:
     return 64 if packed_queries > 16 else 16
 
 
-@dataclass(frozen=True, slots=True)
-class Fa2Size:
+class Fa2Size(NamedTuple):
     """A plan's numbers, known before anything is written. Arrays are int64 `[rows]`."""
 
     tile_q: int
@@ -80,15 +82,53 @@ class Fa2Size:
 def search_chunk_pages(row_tiles: Array, pages: Array, shape: AttentionShape) -> int:
     """Fewest pages in a KV chunk so that all tiles fit `split_budget` (`PrefillBinarySearchKVChunkSize`).
 
-    If even whole rows do not fit, the answer is the longest row: no split.
+    If even whole rows do not fit, the answer is the longest row: no split. Arguments are int64 `[rows]`.
     """
-    low, high = shape.min_chunk_pages, max(int(pages.max()), 1)
+    whole, work = int(np.add.reduce(row_tiles)), int(row_tiles @ pages)
+    low, high = _chunk_bounds(whole, work, int(np.maximum.reduce(pages)), shape.split_budget, shape)
+    before_last = pages - 1
+
+    def tiles(chunks: Array) -> Array:
+        return before_last // chunks[:, None] @ row_tiles + whole
+
+    return _fewest(low, high, tiles, shape.split_budget)
+
+
+def search_even_chunk_pages(pages: Array, total: int, row_tiles: int, shape: AttentionShape, most: int) -> int:
+    """The same for rows of `row_tiles` tiles each and `total` pages together; more than `most` pages are `most + 1`."""
+    rows, budget = len(pages), shape.split_budget // row_tiles
+    low, high = _chunk_bounds(rows, total, int(np.maximum.reduce(pages)), budget, shape)
+    if high > most:
+        high = max(low, most + 1)
+    before_last = pages - 1 if low < high else pages
+
+    def chunks_of_rows(chunks: Array) -> Array:
+        counts: Array = np.add.reduce(before_last // chunks[:, None], axis=1)
+        return counts + rows
+
+    return _fewest(low, high, chunks_of_rows, budget)
+
+
+def _chunk_bounds(whole: int, work: int, longest: int, budget: int, shape: AttentionShape) -> tuple[int, int]:
+    """Fewest pages in a chunk: at least and at most. `whole` tiles without split read `work` pages together."""
+    least = shape.min_chunk_pages
+    if longest <= least or whole > budget:
+        return max(longest, least), max(longest, least)
+    # A row of p pages has at least p / c and at most (p + c - 1) / c chunks of c pages.
+    low = max(least, -(-work // budget))
+    high = longest if whole == budget else min(longest, -(-(work - whole) // (budget - whole)))
+    return low, max(low, high)
+
+
+def _fewest(low: int, high: int, tiles: Callable[[Array], Array], budget: int) -> int:
+    """The least of `low` to `high` with `tiles` within `budget`; `high` is taken to have."""
     while low < high:
-        middle = (low + high) // 2
-        if int(row_tiles @ -(-pages // middle)) > shape.split_budget:
-            low = middle + 1
-        else:
-            high = middle
+        chunks = np.arange(low, high, -(-(high - low) // _CANDIDATES))
+        too_small = int(np.count_nonzero(tiles(chunks) > budget))
+        if too_small < len(chunks):
+            high = int(chunks[too_small])
+        if too_small:
+            low = int(chunks[too_small - 1]) + 1
     return low
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from engine.cuda.planner import Array, AttentionShape, search_chunk_pages
+from engine.cuda.planner import Array, AttentionShape, search_even_chunk_pages
 
 LONE_CTA_PENALTY = 1.12
 """How much slower a CTA reads that has its SM to itself than its share of a full card: 17.2 ns a token against 15.4
@@ -60,12 +60,14 @@ def decode_chunk_pages(pages: Array, shape: AttentionShape, row_tiles: int) -> i
     all pages: some begin late, and only a small one is not waited for. There are at most `max_decode_tiles` tiles.
     """
     slots = 2 * shape.sm_count
-    work = int(pages.sum()) * row_tiles * shape.kv_heads
+    total = int(np.add.reduce(pages))
+    work = total * row_tiles * shape.kv_heads
     half_share = max(-(-work // (2 * slots)), shape.min_chunk_pages)
     if row_tiles * len(pages) > shape.split_budget:
         return half_share
-    found = search_chunk_pages(np.full_like(pages, row_tiles), pages, shape)
-    return found if 2 * found * slots <= 3 * work or found == shape.min_chunk_pages else half_share
+    balanced = max(3 * work // (2 * slots), shape.min_chunk_pages)
+    found = search_even_chunk_pages(pages, total, row_tiles, shape, balanced)
+    return found if found <= balanced else half_share
 
 
 def max_decode_tiles(rows: int, row_tiles: int, shape: AttentionShape) -> int:
