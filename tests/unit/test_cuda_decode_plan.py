@@ -1,4 +1,4 @@
-"""Decode plans against the general planner, which equals FlashInfer's recorded ones, in every slot of a staging ring."""
+"""Decode plans against the general planner, which equals FlashInfer's recorded ones, in every slot of a ring."""
 
 from dataclasses import replace
 
