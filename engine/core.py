@@ -78,19 +78,23 @@ class Core:
 
     def run(self) -> None:
         """The loop. Returns on `Stop` or when the parent process has died."""
-        while True:
-            waiting = HEARTBEAT_S if self.lane.idle else 0.0
-            for message in self.channel.receive(waiting):
-                if isinstance(message, Stop):
-                    return
-                if isinstance(message, Requests):
-                    self._take(message)
-                else:
-                    log.error("a message from the worker is dropped: the core has started already")
-            if os.getppid() != self._parent:
-                log.warning("the worker process is gone; the engine core ends")
-                return
-            self._report(self.lane.advance())
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Take what has come, do a step, report. False if this core is to end."""
+        for message in self.channel.receive(HEARTBEAT_S if self.lane.idle else 0.0):
+            if isinstance(message, Stop):
+                return False
+            if isinstance(message, Requests):
+                self._take(message)
+            else:
+                log.error("a message from the worker is dropped: the core has started already")
+        if os.getppid() != self._parent:
+            log.warning("the worker process is gone; the engine core ends")
+            return False
+        self._report(self.lane.advance())
+        return True
 
     def _take(self, message: Requests) -> None:
         now = self.clock()
