@@ -27,7 +27,7 @@ def write_gguf(
 ) -> Path:
     """`model` as llama.cpp's converter writes it; `keys` and `tensors` are added or replaced, `left_out` names both."""
     config = load_model_config(model)
-    architecture = config.architecture
+    architecture = llama_cpp_architecture(config.architecture)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
     found: dict[str, Any] = {
@@ -66,6 +66,11 @@ def write_gguf(
     return path
 
 
+def llama_cpp_architecture(ours: str) -> str:
+    """What llama.cpp calls a family."""
+    return "llama" if ours == "mistral" else ours
+
+
 def add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
     if isinstance(value, list):
         writer.add_array(name, value)
@@ -81,7 +86,7 @@ def converted(model: Path) -> dict[str, np.ndarray]:
     """The checkpoint's tensors, rows of queries and keys in llama.cpp's order: per head (half, i) as (i, half)."""
     config = load_model_config(model)
     weights = load_file(model / "model.safetensors")
-    for name in weights if config.architecture == "llama" else ():
+    for name in weights if llama_cpp_architecture(config.architecture) == "llama" else ():
         for part, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
             if part in name:
                 rows = weights[name].reshape(heads, 2, config.head_dim // 2, -1)
@@ -93,5 +98,5 @@ def llama_cpp_name(name: str) -> str:
     fixed = {theirs: ours for ours, theirs in gguf_import._OTHER_NAMES.items()}
     if name in fixed:
         return fixed[name]
-    _, _, layer, *middle, _ = name.split(".")
-    return f"blk.{layer}.{NAMES['.'.join(middle)]}.weight"
+    _, _, layer, *middle, kind = name.split(".")
+    return f"blk.{layer}.{NAMES['.'.join(middle)]}.{kind}"

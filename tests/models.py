@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.models.config import ModelConfig, load_model_config
+from engine.models.families import FAMILIES, Architecture
 from engine.models.shapes import weight_shapes
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
@@ -40,6 +41,12 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 """One `rope_parameters` of each kind; the scaled ones begin to matter within the first few hundred positions."""
 
+_WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1},
+}
+"""How each family says that its attention does not slide; by default Mistral's does."""
+
 _TRAINING_TEXT = """The quick brown fox jumps over the lazy dog, and then it sleeps in the sun until evening.
 What is the capital of France? The capital of France is Paris. What is the weather like there today? It is sunny.
 def total(values): return sum(value for value in values if value is not None)
@@ -51,13 +58,14 @@ You are a helpful assistant. Answer the question of the user in a few short sent
 
 def tiny_model(
     directory: Path,
-    family: Literal["llama", "qwen3"] = "llama",
+    family: Architecture = "llama",
     *,
     group: int = 2,
     kv_heads: int = 2,
     head_dim: int = 16,
     layers: int = 2,
     tied: bool = False,
+    head_dim_given: bool = True,
     rope: str | dict[str, Any] = "default",
     vocab: int = 320,
     context: int = 2048,
@@ -67,20 +75,22 @@ def tiny_model(
 
     Weights are scaled so that logits are spread out (standard deviation 3 to 4) and depend on far positions as well as
     near ones: a wrong page, position, group map or norm changes the text. `vocab` is at least 261 (bytes and special
-    tokens). Hidden size is heads x head_dim for Llama (transformers wants a multiple of heads), and 48 for Qwen3, where
-    the two are independent.
+    tokens). Hidden size is heads x head_dim for Llama (transformers wants a multiple of heads) and without
+    `head_dim_given`, and 48 otherwise, where the two are independent.
     """
     heads = group * kv_heads
+    derived = family == "llama" or not head_dim_given
     config = {
-        "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]],
+        "architectures": [FAMILIES[family].checkpoint],
         "model_type": family,
         "vocab_size": vocab,
-        "hidden_size": heads * head_dim if family == "llama" else 48,
+        "hidden_size": heads * head_dim if derived else 48,
         "intermediate_size": 96,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
+        **({"head_dim": head_dim} if head_dim_given else {}),
+        **_WINDOWS.get(family, {}),
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": tied,
@@ -107,6 +117,8 @@ def tiny_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 
 
 def _tiny_weight(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if name.endswith(".bias"):
+        return random.standard_normal(shape).astype(np.float32)
     if len(shape) == 1:
         return random.uniform(0.5, 1.5, shape).astype(np.float32)
     gain = 1.0

@@ -172,7 +172,11 @@ class CudaDecoder:
         """Replace `hidden` by the output of layer `index`'s attention."""
         parts, tokens, config = self.parts, hidden.shape[0], self.parts.config
         layer = parts.weights.layers[index]
-        qkv = torch.mm(hidden, layer.qkv.t(), out=self._qkv[:tokens])
+        qkv = self._qkv[:tokens]
+        if layer.qkv_bias is None:
+            torch.mm(hidden, layer.qkv.t(), out=qkv)
+        else:
+            torch.addmm(layer.qkv_bias, hidden, layer.qkv.t(), out=qkv)
         queries = self._queries[:tokens].view(tokens, config.heads, config.head_dim)
         attended = self._attended[:tokens]
         parts.ops.rope_append(

@@ -1,4 +1,4 @@
-"""Llama and Qwen3: one decoder forward pass over the tokens of a step, whatever lane runs it."""
+"""Llama and its kin: one decoder forward pass over the tokens of a step, whatever lane runs it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +46,7 @@ class LayerWeights:
 
     input_norm: Tensor
     qkv: Tensor
+    qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: Tensor
@@ -86,17 +87,18 @@ class DecoderWeights:
         tensors = [self.embedding, self.norm, *(() if self.head is self.embedding else (self.head,))]
         for layer in self.layers:
             tensors += (layer.input_norm, layer.qkv, layer.output, layer.mlp_norm, layer.gate_up, layer.down)
-            tensors += (norm for norm in (layer.q_norm, layer.k_norm) if norm is not None)
+            tensors += (part for part in (layer.qkv_bias, layer.q_norm, layer.k_norm) if part is not None)
         return sum(tensor.nbytes for tensor in tensors)
 
 
 def _fuse_layer(config: ModelConfig, weights: dict[str, Tensor], prefix: str) -> LayerWeights:
-    def take(name: str) -> Tensor:
-        return weights.pop(f"{prefix}{name}.weight")
+    def take(name: str, kind: str = "weight") -> Tensor:
+        return weights.pop(f"{prefix}{name}.{kind}")
 
     return LayerWeights(
         input_norm=take("input_layernorm"),
         qkv=torch.cat([take(f"self_attn.{part}_proj") for part in "qkv"]),
+        qkv_bias=torch.cat([take(f"self_attn.{part}_proj", "bias") for part in "qkv"]) if config.qkv_bias else None,
         q_norm=take("self_attn.q_norm") if config.qk_norm else None,
         k_norm=take("self_attn.k_norm") if config.qk_norm else None,
         output=take("self_attn.o_proj"),
@@ -164,6 +166,8 @@ class Decoder:
     def _attend(self, index: int, layer: LayerWeights, inputs: Tensor, attention: Attention) -> Tensor:
         config, tokens = self.config, inputs.shape[0]
         qkv = self._matmul(inputs, layer.qkv, self._qkv[:tokens])
+        if layer.qkv_bias is not None:
+            qkv += layer.qkv_bias
         heads = qkv.view(tokens, -1, config.head_dim)
         rotated = heads[:, : config.heads + config.kv_heads]
         queries, keys, values = torch.split(heads, [config.heads, config.kv_heads, config.kv_heads], dim=1)

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from engine.models.config import ModelError
+from engine.models.files import ModelError
 
 DEMO_NAMES = ("smollm2", "demo:smollm2")
 """What `model:` may say instead of a path."""

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.config import ARCHITECTURES, ModelError
+from engine.models.families import FAMILIES
+from engine.models.files import ModelError
 from engine.models.gguf_tokenizer import special_token_id
 
 # llama.cpp stores the scaling of Llama 3 as a tensor of divisors; these are the parameters of the published models.
@@ -27,9 +28,9 @@ def model_config(
     another architecture, and for missing fields and features that Pagelane does not compute.
     """
     ours = fields.get("general.architecture")
-    name = next((name for name, architecture in ARCHITECTURES.items() if architecture == ours), None)
-    if name is None:
-        supported = ", ".join(ARCHITECTURES.values())
+    family = next((family for name, family in FAMILIES.items() if name == ours and family.gguf), None)
+    if family is None:
+        supported = ", ".join(name for name, family in FAMILIES.items() if family.gguf)
         raise ModelError(
             f"{source}: general.architecture is {ours!r}, which Pagelane does not serve; supported: {supported}"
         )
@@ -46,11 +47,12 @@ def model_config(
                 f"{source}: {ours}.{key} is {reader.integer(key)}; supported: the head dimension, {head_dim}"
             )
     context = reader.integer("context_length")
+    _refuse_window(reader, context)
     theta = _shortest(reader.number("rope.freq_base", 10_000.0))
     scaling = _scaling(reader, head_dim, theta, context, rope_freqs)
     eos = special_token_id(fields, source, "eos")
     return {
-        "architectures": [name],
+        "architectures": [family.checkpoint],
         "model_type": ours,
         "vocab_size": vocab_size,
         "hidden_size": hidden,
@@ -112,6 +114,15 @@ class _Reader:
 def _shortest(value: float) -> float:
     """The shortest decimal that is the same float32: 9.999999747378752e-06 was 1e-05 before GGUF stored it."""
     return float(str(np.float32(value)))
+
+
+def _refuse_window(reader: _Reader, context: int) -> None:
+    window = reader.number("attention.sliding_window", 0)
+    if 0 < window < context:
+        raise ModelError(
+            f"{reader.source}: {reader.architecture}.attention.sliding_window is {window:g} tokens and context_length "
+            f"is {context}, but Pagelane computes full attention only; take a release of the model without a window"
+        )
 
 
 def _scaling(

@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.config import ModelConfig, ModelError, load_model_config
+from engine.models.config import ModelConfig, load_model_config
+from engine.models.files import ModelError
 from engine.models.gguf_config import generation_config, model_config
 from engine.models.gguf_tokenizer import write_tokenizer
 from engine.models.shapes import EMBEDDING, HEAD, SINGLE_FILE, weight_shapes
@@ -98,7 +99,7 @@ def cached_import(path: Path, cache_root: Path | None = None, progress: Progress
 
 
 def import_gguf(path: Path, directory: Path, progress: Progress | None = None) -> None:
-    """Import the GGUF file `path` (Llama or Qwen3) as the model directory `directory`.
+    """Import the GGUF file `path` as the model directory `directory`.
 
     The directory appears complete or not at all. If it already is an import of the same file nothing is done; if it
     holds anything else it is left alone. Raises `ModelError` for this, and for files that are damaged or not supported.
@@ -177,10 +178,10 @@ def _checkpoint_name(path: Path, name: str) -> str:
     """The name that a Hugging Face checkpoint has for llama.cpp's `name`."""
     if name in _OTHER_NAMES:
         return _OTHER_NAMES[name]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    match = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in _BLOCK_NAMES:
         raise ModelError(f"{path}: tensor {name} belongs to no architecture that Pagelane serves")
-    return f"model.layers.{int(match[1])}.{_BLOCK_NAMES[match[2]]}.weight"
+    return f"model.layers.{int(match[1])}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
 
 
 def _stored_dtype(tensor: Any) -> str:

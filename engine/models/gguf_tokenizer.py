@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.models.config import ModelError
+from engine.models.files import ModelError
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type` for tokens that are never produced by merges."""

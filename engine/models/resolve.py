@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from engine.models.config import ModelError
 from engine.models.demo import DEMO_NAMES, demo_model_path
+from engine.models.files import ModelError
 from engine.models.gguf_import import Progress, cached_import
 from engine.models.shapes import INDEX_FILE, SINGLE_FILE
 

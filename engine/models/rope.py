@@ -5,7 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from engine.models.config import ModelConfig, ModelError, RopeConfig
+from engine.models.config import ModelConfig
+from engine.models.files import ModelError
+from engine.models.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

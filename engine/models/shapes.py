@@ -19,6 +19,10 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[prefix + "self_attn.q_proj.weight"] = (queries, hidden)
         shapes[prefix + "self_attn.k_proj.weight"] = (keys, hidden)
         shapes[prefix + "self_attn.v_proj.weight"] = (keys, hidden)
+        if config.qkv_bias:
+            shapes[prefix + "self_attn.q_proj.bias"] = (queries,)
+            shapes[prefix + "self_attn.k_proj.bias"] = (keys,)
+            shapes[prefix + "self_attn.v_proj.bias"] = (keys,)
         if config.qk_norm:
             shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)

@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.models.config import ModelConfig, ModelError, read_json
+from engine.models.config import ModelConfig
+from engine.models.files import ModelError, read_json
 from engine.models.shapes import HEAD, INDEX_FILE, SINGLE_FILE, weight_shapes
 
 Progress = Callable[[int, int], None]
@@ -67,12 +68,12 @@ def load_weights(
 
 
 def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
-    """Random weights of the right shapes, for speed tests: same seed, same numbers. Norms are ones."""
+    """Random weights of the right shapes, for speed tests: same seed, same numbers. Norms are ones, biases zeros."""
     generator = torch.Generator(device).manual_seed(seed)
     weights = {}
     for name, shape in weight_shapes(config).items():
         if len(shape) == 1:
-            weights[name] = torch.ones(shape, dtype=dtype, device=device)
+            weights[name] = torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, dtype=dtype, device=device)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=device)
             # Keeps the variance of activations near one, so that no format overflows.

@@ -14,7 +14,7 @@ from engine.cpu.lane import CpuLane, create_cpu_lane
 from engine.cpu.linear import TUNED_ROWS, Gemm, reserve_scratch
 from engine.memory import CgroupFiles, MemoryShortError, host_memory, load_line
 from engine.messages import Sampling
-from engine.models.config import ModelError
+from engine.models.files import ModelError
 from engine.plan import PlanError
 from engine.step import Chunk, RowStart, StepPlan, StepResult
 from kv.budget import KvBudgetError, KvCapacity

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.messages import Sampling
+from engine.models.families import FAMILIES
 from engine.plan import PlanError
 from engine.step import Chunk, RowStart, StepPlan
 from kv.table import TableUpdate
@@ -39,7 +40,7 @@ def test_tokens_and_logits_are_those_of_transformers(
     golden.check_batched(cuda_lane_on_cpu(directory, page_size), expected, chunk=32)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_append_kernel_computes_what_transformers_does(tmp_path: Path, family: str) -> None:
     directory = tiny_model(tmp_path / "model", family, group=2, rope="llama3")
     expected = golden.reference(golden.reference_model(directory), list(range(5, 45)), 4)

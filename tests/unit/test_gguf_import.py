@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -15,8 +16,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from engine.models.config import ModelError, load_model_config
+from engine.models.config import load_model_config
 from engine.models.demo import demo_model_path
+from engine.models.files import ModelError
 from engine.models.gguf_config import llama3_divisors
 from engine.models.gguf_import import MARKER, cached_import, import_gguf
 from engine.models.resolve import resolve_model
@@ -43,7 +45,7 @@ def tiny(tmp_path) -> Path:
 # --- weights ---
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_import_gives_back_the_checkpoint(tmp_path, family, tied):
     model = tiny_model(tmp_path / "model", family, group=3, tied=tied, seed=5)
@@ -51,7 +53,9 @@ def test_an_import_gives_back_the_checkpoint(tmp_path, family, tied):
     before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert load_model_config(tmp_path / "out").rope == load_model_config(model).rope
+    imported, original = load_model_config(tmp_path / "out"), load_model_config(model)
+    assert replace(imported, architecture=original.architecture) == original
+    assert imported.architecture == {"mistral": "llama"}.get(family, family)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +149,13 @@ def test_rope_scaling_is_carried_over(tmp_path, tiny, kind):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"general.architecture": "gemma3"}, r"general.architecture is 'gemma3'.*llama, qwen3"),
+        ({"general.architecture": "gemma3"}, r"general.architecture is 'gemma3'.*llama, qwen2, qwen3$"),
         ({"llama.expert_count": 8}, r"llama.expert_count is 8; supported: 0"),
+        ({"general.architecture": "seed_oss"}, r"general.architecture is 'seed_oss'"),
+        (
+            {"llama.attention.sliding_window": 512},
+            r"attention.sliding_window is 512 tokens and context_length is 2048, .* take a release of the model",
+        ),
         ({"llama.rope.dimension_count": 8}, r"rope.dimension_count is 8; .* 16"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, r"scaling.type is 'longrope'"),
         ({"llama.attention.head_count_kv": [2, 2]}, r"head_count_kv is \[2, 2\], but must be one number"),
@@ -171,7 +180,12 @@ def test_what_is_not_supported_is_refused_and_leaves_nothing(tmp_path, tiny, key
         ({}, ("output_norm.weight",), r"model.norm.weight is missing"),
         ({}, ("token_embd.weight",), r"token_embd.weight is missing"),
         ({}, ("llama.block_count",), r"llama.block_count is None"),
-        ({"blk.0.attn_q.bias": np.ones(64, np.float32)}, (), r"tensor blk.0.attn_q.bias belongs to no architecture"),
+        ({"blk.0.attn_q.bias": np.ones(64, np.float32)}, (), r"self_attn.q_proj.bias is not expected by the metadata"),
+        (
+            {"blk.0.attn_sinks.weight": np.ones(4, np.float32)},
+            (),
+            r"blk.0.attn_sinks.weight belongs to no arch",
+        ),
         ({"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}, (), r"q_norm.weight is not expected"),
     ],
 )
@@ -249,6 +263,7 @@ def test_an_import_that_fails_midway_leaves_nothing(tmp_path, tiny):
 
 PROGRAM = """
 import sys, time
+from dataclasses import replace
 from pathlib import Path
 from engine.models.gguf_import import cached_import
 def slow(done, total):

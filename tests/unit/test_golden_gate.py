@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from engine.cpu import attention, inputs
+from engine.models import decoder
+from engine.models.config import ModelConfig, load_model_config
 from engine.models.decoder import Decoder
+from engine.models.families import FAMILIES, Architecture
 from tests import golden
 from tests.models import ROPES, tiny_model
 
@@ -19,19 +22,33 @@ PROMPTS = (150, 37, 81)
 
 
 class Case(NamedTuple):
-    family: Literal["llama", "qwen3"]
+    family: Architecture
     group: int
     tied: bool
     rope: str
     page_size: int
+    head_dim_given: bool = True
 
 
 CASES = [
     Case(family, group, (turn + shift) % 2 == 0, list(ROPES)[(turn + 2 * shift) % 4], (16, 64)[(turn // 2 + shift) % 2])
     for shift, family in enumerate(("llama", "qwen3"))
     for turn, group in enumerate(GROUPS)
+] + [
+    Case(family, group, tied, rope, page_size, given)
+    for family, groups in (("mistral", (1, 3, 4, 5)), ("qwen2", (6, 7, 2, 1)), ("seed_oss", (5, 2, 8, 3)))
+    for group, (tied, rope, page_size, given) in zip(
+        groups,
+        (
+            (False, "default", 16, True),
+            (True, "yarn", 64, family == "seed_oss"),
+            (False, "llama3", 64, True),
+            (True, "linear", 16, True),
+        ),
+        strict=True,
+    )
 ]
-"""Every family with every group; head, RoPE scaling and page size rotate so that each family meets each of them."""
+"""Every family; head, RoPE scaling, page size and a head_dim that is derived rotate so that each meets each of them."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,7 +64,14 @@ def prompts(vocab: int = 320) -> list[list[int]]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_tokens_and_logits_are_those_of_transformers(tmp_path: Path, case: Case) -> None:
-    directory = tiny_model(tmp_path / "model", case.family, group=case.group, tied=case.tied, rope=case.rope)
+    directory = tiny_model(
+        tmp_path / "model",
+        case.family,
+        group=case.group,
+        tied=case.tied,
+        rope=case.rope,
+        head_dim_given=case.head_dim_given,
+    )
     model = golden.reference_model(directory)
     expected = [golden.reference(model, prompt) for prompt in prompts()]
     lane = golden.lane(directory, case.page_size)
@@ -166,8 +190,56 @@ def test_the_gate_goes_red_for(
         golden.check_batched(golden.lane(directory, page_size), expected)
 
 
+def no_bias(weights: dict[str, torch.Tensor]) -> None:
+    for name in weights:
+        if name.endswith(".bias"):
+            weights[name] = torch.zeros_like(weights[name])
+
+
+def bias_of_one_part_missing(weights: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.self_attn.v_proj.bias"
+    weights[name] = torch.zeros_like(weights[name])
+
+
+def biases_of_queries_and_keys_swapped(weights: dict[str, torch.Tensor]) -> None:
+    for layer in range(2):
+        queries, keys = (f"model.layers.{layer}.self_attn.{part}_proj.bias" for part in "qk")
+        weights[queries], weights[keys] = weights[keys], weights[queries]
+
+
+@pytest.mark.parametrize("fault", [no_bias, bias_of_one_part_missing, biases_of_queries_and_keys_swapped])
+def test_the_gate_goes_red_for_a_wrong_bias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[dict[str, torch.Tensor]], None]
+) -> None:
+    directory = tiny_model(tmp_path / "model", "qwen2", group=1)
+    expected = golden.reference(golden.reference_model(directory), prompts()[1], 8)
+    golden.check_cold(golden.lane(directory), expected)
+    right = decoder.DecoderWeights.fuse
+
+    def wrong(config: ModelConfig, weights: dict[str, torch.Tensor]) -> decoder.DecoderWeights:
+        fault(weights)
+        return right(config, weights)
+
+    monkeypatch.setattr(decoder.DecoderWeights, "fuse", wrong)
+    with pytest.raises(golden.GateError):
+        golden.check_cold(golden.lane(directory), expected)
+
+
+def test_a_model_without_a_bias_carries_none(tmp_path: Path) -> None:
+    directory = tiny_model(tmp_path / "model", "mistral")
+    lane = golden.lane(directory)
+    assert all(layer.qkv_bias is None for layer in lane.executor.parts.decoder.weights.layers)
+    biased = golden.lane(tiny_model(tmp_path / "biased", "qwen2"))
+    config, layers = load_model_config(tmp_path / "biased"), biased.executor.parts.decoder.weights.layers
+    width = (config.heads + 2 * config.kv_heads) * config.head_dim
+    assert [layer.qkv_bias.shape for layer in layers if layer.qkv_bias is not None] == [(width,)] * config.layers
+    assert biased.report.planned.weights == biased.report.measured.weights
+
+
 def test_cases_cover_every_feature_of_each_family() -> None:
-    for family in ("llama", "qwen3"):
+    assert {case.family for case in CASES} == set(FAMILIES)
+    assert {case.family for case in CASES if not case.head_dim_given} == {"mistral", "qwen2"}
+    for family in FAMILIES:
         own = [case for case in CASES if case.family == family]
         assert {case.tied for case in own} == {True, False}
         assert {case.rope for case in own} == set(ROPES)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.models.config import ModelError, RopeConfig, load_model_config
+from engine.models.config import load_model_config
+from engine.models.files import ModelError
+from engine.models.rope_config import RopeConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -65,6 +67,58 @@ def test_missing_kv_heads_mean_one_per_query_head_in_llama_only(tmp_path):
         load(tmp_path, without(QWEN3, "num_key_value_heads"))
 
 
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 1024}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+SEED = LLAMA | {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "attention_out_bias": False}
+
+
+def test_qwen2_has_a_bias_and_a_head_dimension_that_follows_from_its_heads(tmp_path):
+    for attention_bias in ({}, {"attention_bias": True}, {"attention_bias": False}):
+        config = load(tmp_path, QWEN2 | attention_bias)
+        assert (config.architecture, config.head_dim, config.qkv_bias, config.qk_norm) == ("qwen2", 16, True, False)
+    assert load(tmp_path, QWEN2 | {"head_dim": 32}).head_dim == 32
+    with pytest.raises(ModelError, match="num_key_value_heads is missing"):
+        load(tmp_path, without(QWEN2, "num_key_value_heads"))
+
+
+def test_the_bias_of_seed_oss_is_a_matter_of_its_configuration(tmp_path):
+    assert load(tmp_path, SEED).qkv_bias
+    assert load(tmp_path, SEED).head_dim == 128
+    assert load(tmp_path, SEED | {"attention_bias": True}).qkv_bias
+    assert not load(tmp_path, SEED | {"attention_bias": False}).qkv_bias
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        {"sliding_window": None},
+        {"sliding_window": 4096},
+        {"sliding_window": 1024, "use_sliding_window": False},
+        {"sliding_window": 1024, "max_position_embeddings": 1024},
+    ],
+)
+def test_mistral_is_served_where_its_window_hides_nothing(tmp_path, window):
+    config = load(tmp_path, MISTRAL | window)
+    assert (config.architecture, config.qkv_bias, config.head_dim) == ("mistral", False, 16)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MISTRAL | {"sliding_window": 1024}, r"sliding_window is 1024 tokens and max_position_embeddings is 4096"),
+        (
+            without(MISTRAL, "sliding_window") | {"max_position_embeddings": 32768},
+            r"sliding_window defaults to 4096 tokens and max_position_embeddings is 32768",
+        ),
+        (QWEN2 | {"use_sliding_window": True}, r"sliding_window is 1024 tokens .* full attention only: take a release"),
+        (MISTRAL | {"attention_bias": True}, r"attention_bias is true; supported: false"),
+    ],
+)
+def test_a_window_that_hides_something_is_refused_with_the_way_out(tmp_path, config, message):
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path, config)
+
+
 def test_model_type_suffices_without_architectures(tmp_path):
     assert load(tmp_path, without(QWEN3, "architectures")).architecture == "qwen3"
 
@@ -103,13 +157,21 @@ def test_yarn_extends_the_context_limit(tmp_path):
 
 
 REFUSED = [
-    ({"architectures": ["MixtralForCausalLM"]}, r"MixtralForCausalLM.*LlamaForCausalLM, Qwen3ForCausalLM"),
+    ({"architectures": ["MixtralForCausalLM"]}, r"MixtralForCausalLM.*LlamaForCausalLM, MistralForCausalLM, Qwen2ForC"),
     ({"architectures": None, "model_type": "gemma3"}, r"gemma3.*supported: LlamaForCausalLM"),
     ({"model_type": "qwen3"}, r"model_type is 'qwen3'; they must agree"),
     ({"attention_bias": True}, r"attention_bias is true; supported: false"),
     ({"mlp_bias": True}, r"mlp_bias is true; supported: false"),
     ({"hidden_act": "gelu"}, r'hidden_act is "gelu"; supported: "silu"'),
-    ({"use_sliding_window": True}, r"use_sliding_window is true"),
+    ({"architectures": [["LlamaForCausalLM"]]}, r"which Pagelane does not serve"),
+    ({"architectures": {"LlamaForCausalLM": 1}}, r"which Pagelane does not serve"),
+    ({"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]}, r"which Pagelane does not serve"),
+    ({"attention_out_bias": True}, r"attention_out_bias is true; supported: false"),
+    ({"hidden_size": 6 * 1026}, r"head_dim, hidden_size 6156 / num_attention_heads 6, is 1026, but .* at most 1024"),
+    (
+        {"use_sliding_window": True, "sliding_window": 1024},
+        r"sliding_window is 1024 tokens and max_position_embeddings is 4096, .* set max_position_embeddings to 1024",
+    ),
     ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types has sliding_attention; .*full_attention"),
     ({"quantization_config": {"quant_method": "fp8"}}, r"quant_method is 'fp8'; supported"),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5; supported: 1.0"),

@@ -8,8 +8,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.models.config import ModelError, RopeConfig, load_model_config
+from engine.models.config import load_model_config
+from engine.models.files import ModelError
 from engine.models.rope import attention_factor, inverse_frequencies, rope_table
+from engine.models.rope_config import RopeConfig
 from tests.models import ROPES, tiny_model
 
 CASES = [

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.models.config import ModelError
+from engine.models.files import ModelError
 from engine.models.resolve import has_chat_template, resolve_model
 from tests.models import tiny_model
 from worker.config import ConfigError

@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.config import ModelError, load_model_config
+from engine.models.config import load_model_config
+from engine.models.families import FAMILIES
+from engine.models.files import ModelError
 from engine.models.shapes import EMBEDDING, HEAD, weight_shapes
 from engine.models.weights import dummy_weights, load_weights, weight_bytes
 from tests.models import tiny_model
@@ -45,7 +47,7 @@ def write_index(directory: Path, where: dict[str, str]) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_names_and_shapes_are_those_of_transformers(tmp_path, family, tied):
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -177,6 +179,13 @@ def test_a_tensor_in_two_shards(model):
     write_index(model, where)
     with pytest.raises(ModelError, match=r"is listed in a.safetensors, but lies in b.safetensors too"):
         load(model)
+
+
+def test_a_bias_that_is_missing_is_named(tmp_path):
+    directory = tiny_model(tmp_path, "qwen2")
+    rewrite(directory, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
+    with pytest.raises(ModelError, match=r"model.layers.1.self_attn.k_proj.bias is missing"):
+        load(directory)
 
 
 def test_dummy_weights_depend_on_the_seed_alone(model):
