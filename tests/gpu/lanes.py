@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.config import CoreConfig
 from engine.cuda.executor import CudaExecutor
-from engine.cuda.lane import prepare
+from engine.cuda.lane import Loader, prepare
 from engine.models.config import load_model_config
 from kv.geometry import KvGeometry
 from tests.cuda_on_cpu import CudaDriver
@@ -28,29 +28,38 @@ class TestLane:
     geometry: KvGeometry
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model under test: where its configuration is, how its weights come to the card, and the type to compute in."""
+
+    name: str
+    directory: Path
+    load: Loader
+    dtype: torch.dtype = torch.bfloat16
+    context_limit: int = 8400
+
+
 def build(
-    directory: Path,
-    weights: dict[str, Tensor],
+    subject: Subject,
     page_size: int,
     *,
     kv_tokens: int = 65536,
     max_bucket: int = 64,
     max_step_tokens: int = 8192,
-    context_limit: int | None = 8400,
 ) -> TestLane:
-    """A lane in bfloat16 with a pool of `kv_tokens` tokens."""
+    """A lane with a pool of `kv_tokens` tokens."""
     # Executor and driver point at each other; what an earlier lane holds goes with them.
     gc.collect()
     torch.cuda.empty_cache()
     config = CoreConfig(
-        model=str(directory),
+        model=str(subject.directory),
         kv_page_size=page_size,
         max_bucket=max_bucket,
         max_step_tokens=max_step_tokens,
-        context_limit=context_limit,
+        context_limit=subject.context_limit,
     )
-    model = load_model_config(directory)
-    made = prepare(config, model, torch.bfloat16, torch.device("cuda", 0), lambda *_: dict(weights))
+    model = load_model_config(subject.directory)
+    made = prepare(config, model, subject.dtype, torch.device("cuda", 0), subject.load)
     cache = made.cache(kv_tokens // page_size + 1)
     return TestLane(made.executor(cache), made.geometry)
 

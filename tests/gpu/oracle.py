@@ -1,4 +1,4 @@
-"""`transformers` on the same GPU: float32 is the reference, bfloat16 the yardstick for the lane's error."""
+"""`transformers` on the same GPU: float32 is the reference, the lane's own type the yardstick for the lane's error."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +25,17 @@ def cases(vocab: int, lengths: Sequence[int], seed: int) -> list[Case]:
     return [Case(drawn[:-STEPS], drawn[-STEPS:]) for drawn in draws]
 
 
+def text_cases(tokens: Sequence[int], lengths: Sequence[int], seed: int) -> list[Case]:
+    """As `cases`, cut from a text: for weights that have learned some, random tokens are noise."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for length in lengths:
+        begin = int(torch.randint(0, len(tokens) - length - STEPS, (1,), generator=generator))
+        part = list(tokens[begin : begin + length + STEPS])
+        made.append(Case(part[:length], part[length:]))
+    return made
+
+
 def load(directory: Path, weights: dict[str, Tensor]) -> Any:
     """The model of config.json in float32 on the GPU, with `weights`."""
     import transformers
@@ -46,11 +57,11 @@ def load(directory: Path, weights: dict[str, Tensor]) -> Any:
     return model.eval()
 
 
-def halve(model: Any) -> Any:
-    """The same model in bfloat16, its RoPE frequencies still float32, as `from_pretrained` would have it."""
+def halve(model: Any, dtype: torch.dtype) -> Any:
+    """The same model in a type of two bytes, its RoPE frequencies still float32, as `from_pretrained` would have it."""
     rotary = model.model.rotary_emb
     kept = rotary.inv_freq.clone()
-    model.to(torch.bfloat16)
+    model.to(dtype)
     rotary.inv_freq = kept
     return model
 
