@@ -24,12 +24,14 @@ class Demand(NamedTuple):
     """Pages that its prompt needs beside the hit."""
     reserved: int
     """Pages to set aside for it, the fresh ones included: its whole lifetime, or 0."""
+    growth: int = 0
+    """Pages that its output takes beyond its prompt's, as far as its client has said how long it expects it to be."""
 
     def fits(self, pool: PagePool, promised: int, margin: int) -> bool:
         """True if need <= have.
 
-        need = `reserved`, or `fresh` and `margin` (decode headroom and low water); have = available - promised to
-        others - the hit pages that are evictable now, which the request is about to take.
+        need = `reserved`, or `fresh` and `margin` (what is to be left beside its prompt's pages); have = available -
+        promised to others - the hit pages that are evictable now, which the request is about to take.
         """
         need = self.reserved or self.fresh + margin
         return need <= pool.available - promised - pool.evictable(self.hit)
@@ -37,14 +39,15 @@ class Demand(NamedTuple):
 
 def demand(request: Request, pool: PagePool, config: SchedulerConfig) -> Demand:
     """Match the request's prefix and count what it needs. Its lifetime is reserved if the lane reserves every lifetime,
-    or if it was preempted `max_preemptions` times: a plain cap on preemptions would deadlock.
+    or if it was preempted `max_preemptions` times: a plain cap on preemptions would deadlock. A request whose prompt's
+    log probabilities are asked for takes no hit: they come from computing every token.
     """
     page_size, length = config.page_size, len(request.tokens)
-    hit = pool.match(request.digests, max_hit_blocks(length, page_size))
+    hit = [] if request.scores_prompt else pool.match(request.digests, max_hit_blocks(length, page_size))
     fresh = -(-length // page_size) - len(hit)
     protected = config.lifetime or request.preemptions >= config.max_preemptions
     reserved = lifetime_pages(request.prompt_tokens, request.max_tokens, page_size) - len(hit) if protected else 0
-    return Demand(hit, fresh, reserved)
+    return Demand(hit, fresh, reserved, max(0, request.expected_pages(page_size) - len(hit) - fresh))
 
 
 def never_served(request: Request, config: SchedulerConfig) -> str:

@@ -110,9 +110,19 @@ class Core:
         """One message for whatever a turn has brought; a heartbeat if it brought nothing for a while."""
         events = self.lane.scheduler.pool.events.drain()
         now = self.clock()
-        if effects.keys or effects.finished or events:
-            tokens = array("i", effects.tokens).tobytes()
-            self.channel.send(StepOutput(effects.keys, tokens, effects.finished, events, self.lane.stats()))
+        if effects.keys or effects.finished or effects.prompt_logprobs or effects.cached or events:
+            self.channel.send(
+                StepOutput(
+                    keys=effects.keys,
+                    tokens=array("i", effects.tokens).tobytes(),
+                    finished=effects.finished,
+                    events=events,
+                    stats=self.lane.stats(),
+                    cached=effects.cached,
+                    logprobs=effects.logprobs,
+                    prompt_logprobs=effects.prompt_logprobs,
+                )
+            )
         elif now - self._last_sent >= HEARTBEAT_S:
             self.channel.send(Heartbeat(self.lane.stats(), now - self.lane.last_step))
         else:

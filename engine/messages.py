@@ -74,10 +74,14 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
         """These, and behind them those of later tokens of the same request."""
         return Logprobs(self.own + later.own, self.top_ids + later.top_ids, self.top + later.top)
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens these are of."""
+        return len(self.own) // 4
+
     def behind(self, tokens: int) -> "Logprobs":
         """Those of all but the first `tokens` tokens."""
-        count = len(self.own) // 4
-        cut = tokens * (len(self.top_ids) // count) if count else 0
+        cut = tokens * (len(self.top_ids) // self.tokens) if self.tokens else 0
         return Logprobs(self.own[4 * tokens :], self.top_ids[cut:], self.top[cut:])
 
 
@@ -205,6 +209,8 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
     events: list[Stored | Removed]
     """Changes of the prefix index, in the order they happened."""
     stats: Stats
+    cached: dict[int, int] = {}
+    """By key of a request that was admitted since the last message: prompt tokens that the prefix cache had, if any."""
     logprobs: dict[int, Logprobs] = {}
     """By key: log probabilities of its `tokens`, of requests that ask for them."""
     prompt_logprobs: dict[int, Logprobs] = {}

@@ -149,10 +149,11 @@ class Buffer(NamedTuple):
 class PlanLayout:
     """Buffers of a plan in one arena, in a fixed order.
 
-    Per row slot, kept between steps: `block_table`, `last_tokens` and the sampling parameters (`seed` holds the bits of
-    the unsigned 64-bit seed). Per step, rewritten: the rest. `query_indptr` and `page_indptr` are prefix sums over the
-    step's rows, decode rows first; the pages of row i are `page_indices[page_indptr[i] : page_indptr[i + 1]]`, and its
-    length is `(pages - 1) * page_size + last_page_len[i]`, as FlashInfer derives it.
+    Per row slot, kept between steps: `block_table`, `last_tokens`, the sampling parameters (`seed` holds the bits of
+    the unsigned 64-bit seed) and, for rows with penalties, their tokens in `history`. Per step, rewritten: the rest.
+    `query_indptr` and `page_indptr` are prefix sums over the step's rows, decode rows first; the pages of row i are
+    `page_indices[page_indptr[i] : page_indptr[i + 1]]`, and its length is
+    `(pages - 1) * page_size + last_page_len[i]`, as FlashInfer derives it.
     """
 
     capacity: PlanCapacity
@@ -167,6 +168,7 @@ class PlanLayout:
         yield "top_p", "float32", slots
         yield "min_p", "float32", slots
         yield "seed", "int64", slots
+        yield "history", "int32", (capacity.max_bucket, capacity.max_context)
         yield "query_indptr", "int32", (capacity.max_rows + 1,)
         yield "page_indptr", "int32", (capacity.max_rows + 1,)
         yield "page_indices", "int32", (capacity.max_pages,)

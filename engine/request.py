@@ -1,10 +1,12 @@
 """A live request as the scheduler sees it."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.messages import Sampling, Submit
+from engine.step import RowContext
 from kv.hashing import split_digests
 
 MAX_CLASS = 16
@@ -23,6 +25,11 @@ class State(Enum):
     PREFILLING = "prefilling"
     ACTIVE = "active"
     DRAINING = "draining"
+
+
+def _expected_tokens(submit: Submit, prompt_tokens: int) -> int:
+    hint = submit.expected_output_tokens
+    return 0 if hint is None else prompt_tokens + min(max(hint, 0), submit.max_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,13 +75,17 @@ class Request:
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache at the first admission."""
     preemptions: int = 0
+    expected_tokens: int = 0
+    """Tokens, prompt included, that the client expects it to reach: never above prompt + max_tokens; 0 for no guess."""
+    prompt_scored: int = 0
+    """Prompt tokens, from the second on, whose log probabilities have been delivered."""
     lost: int = 0
     """Tokens whose KV was written when it was last preempted; what the cache still has of them is found again."""
     bypassed: int = 0
     """Requests behind this one that were admitted while it did not fit."""
     blocked_in: tuple[int, int, int, bool] | None = None
-    """State in which it was last found not to fit (unpromised pages, blocks stored so far, admissions so far, rows
-    empty): as long as that is the same, so is the answer. Hit pages become referenced, and so cheaper, only by an
+    """State in which it was last found not to fit (pages that nobody waits for, blocks stored so far, admissions so far,
+    rows empty): as long as that is the same, so is the answer. Hit pages become referenced, and so cheaper, only by an
     admission.
     """
     promised: int = 0
@@ -112,6 +123,7 @@ class Request:
             arrival=arrival,
             order=order,
             priority_class=priority_class(submit.priority),
+            expected_tokens=_expected_tokens(submit, len(tokens)),
             malformed=malformed,
         )
 
@@ -119,3 +131,30 @@ class Request:
     def outputs(self) -> int:
         """Output tokens delivered so far."""
         return len(self.tokens) - self.prompt_tokens
+
+    def expected_pages(self, page_size: int) -> int:
+        """Pages that it holds when it has become as long as its client expects; 0 if the client has not said."""
+        return -(-(self.expected_tokens - 1) // page_size) if self.expected_tokens else 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while log probabilities of its prompt are still to come, for which the whole prompt is computed."""
+        return self.sampling.prompt_logprobs is not None and self.prompt_scored < self.prompt_tokens - 1
+
+    def targets(self, start: int, end: int) -> Sequence[int]:
+        """Prompt tokens whose log probabilities the chunk of positions `start` to `end - 1` is to give."""
+        return self.tokens[start + 1 : min(end + 1, self.prompt_tokens)] if self.scores_prompt else ()
+
+    def row_context(self) -> RowContext | None:
+        """What the row that it enters must know for penalties and `min_tokens`; None if it asks for neither."""
+        sampling = self.sampling
+        suppresses = self.outputs < sampling.min_tokens and self.stop_token_ids
+        if not (sampling.penalizes or suppresses):
+            return None
+        known = len(self.tokens) if sampling.penalizes else 0
+        return RowContext(
+            self.tokens[: min(known, self.prompt_tokens)],
+            self.tokens[self.prompt_tokens : known],
+            tuple(self.stop_token_ids) if suppresses else (),
+            self.prompt_tokens + sampling.min_tokens if suppresses else 0,
+        )

@@ -11,6 +11,7 @@ class Rows:
         self.prefilling: dict[int, Request] = {}
         self.active: dict[int, Request] = {}
         self.draining: dict[int, Request] = {}
+        self._expecting: dict[int, Request] = {}
         self._free = list(range(max_bucket - 1, -1, -1))
 
     def occupied(self) -> int:
@@ -20,6 +21,16 @@ class Rows:
     def has_room(self) -> bool:
         """True if one more request may be admitted."""
         return self.occupied() < self.max_bucket
+
+    def expected_growth(self, page_size: int) -> int:
+        """Pages that the requests in rows have yet to take until they are as long as their clients expect. Those whose
+        lifetime is reserved have them already.
+        """
+        return sum(
+            max(0, request.expected_pages(page_size) - len(request.pages))
+            for request in self._expecting.values()
+            if not request.protected
+        )
 
     def check(self) -> None:
         """Raise if invariant 1 is broken; called before every launch, on every route."""
@@ -36,6 +47,8 @@ class Rows:
         request.row = self._free.pop()
         request.state = State.PREFILLING
         self.prefilling[request.key] = request
+        if request.expected_tokens:
+            self._expecting[request.key] = request
 
     def activate(self, request: Request) -> None:
         """Prefilling becomes active: the step that ends the prompt has been planned."""
@@ -49,6 +62,7 @@ class Rows:
             del self.prefilling[request.key]
         else:
             del self.active[request.key]
+        self._expecting.pop(request.key, None)
         request.state = State.DRAINING
         self.draining[request.key] = request
 

@@ -18,14 +18,16 @@ from collections import deque
 from collections.abc import Sequence
 
 from engine.admission import Demand, demand, never_served
-from engine.messages import Finished, FinishReason, Submit
+from engine.delivery import Deliveries
+from engine.messages import Submit
 from engine.queue import WaitingQueue
 from engine.request import Request, State
 from engine.rows import Rows
 from engine.scheduling import Counters, DuplicateKey, Effects, Launched, SchedulerConfig
+from engine.sealing import seal
 from engine.step import Chunk, RowStart, StepPlan, StepResult
 from kv.hashing import BlockHasher
-from kv.pool import PagePool, SealedBlock
+from kv.pool import PagePool
 from kv.table import PageTables
 
 DECODE_HEADROOM_PAGES = 1
@@ -50,7 +52,7 @@ class Scheduler:
         self.in_flight: deque[Launched] = deque()
         self.promised_pages = 0
         self._live: dict[int, Request] = {}
-        self._effects = Effects()
+        self._deliveries = Deliveries(self.counters)
         self._steps = 0
         self._submitted = 0
         self._admissions = 0
@@ -68,10 +70,10 @@ class Scheduler:
         self._submitted += 1
         complaint = never_served(request, self.config)
         if complaint:
-            self._finish(request, "error", complaint)
+            self._deliveries.finish(request, "error", complaint)
         elif len(self.waiting) >= self.config.max_queue:
             self.counters.refused_queue_full += 1
-            self._finish(
+            self._deliveries.finish(
                 request,
                 "error",
                 f"{len(self.waiting)} requests are waiting and max_queue is {self.config.max_queue}; "
@@ -86,13 +88,12 @@ class Scheduler:
         """End a request early. Its pages return now, or when the last launched step that uses them resolves."""
         request = self._live.get(key)
         if request is not None and not request.ended:
-            self._finish(request, "cancelled")
+            self._deliveries.finish(request, "cancelled")
             self._let_go(request)
 
     def take_effects(self) -> Effects:
         """Effects that have come up outside `resolve`: refusals and cancellations."""
-        effects, self._effects = self._effects, Effects()
-        return effects
+        return self._deliveries.take()
 
     @property
     def idle(self) -> bool:
@@ -127,7 +128,7 @@ class Scheduler:
             budget -= self._plan_chunk(request, budget, chunks)
             chunked.append(request)
         entered = self._admit_waiting(budget, chunks, now)
-        starts = [RowStart(request.row, request.sampling) for request in entered]
+        starts = [RowStart(request.row, request.sampling, request.row_context()) for request in entered]
         chunked += entered
         self.rows.check()
         if not decoding and not chunks:
@@ -170,7 +171,16 @@ class Scheduler:
             boundary = end - end % self.config.page_size
             end = boundary if boundary > start else end
         last = end == request.target
-        chunks.append(Chunk(request.row, start, request.tokens[start:end], last))
+        chunks.append(
+            Chunk(
+                request.row,
+                start,
+                request.tokens[start:end],
+                last,
+                request.targets(start, end),
+                request.sampling.prompt_logprobs or 0,
+            )
+        )
         request.planned = end
         request.in_flight += 1
         if last:
@@ -217,15 +227,20 @@ class Scheduler:
     def _demand(self, request: Request) -> Demand | None:
         """What `request` needs of the pool, None if it does not fit now.
 
-        With no row occupied headroom and low water are waived: any request within the servable length fits then.
+        It must leave the low-water mark, what running requests are expected to grow by, and what it is expected to grow
+        by itself: a page if its client has said nothing. With no row occupied all this is waived: any request within
+        the servable length fits then, and so a guess delays a request at most until the lane is empty.
         """
         pool = self.pool
         unpromised = pool.available - self.promised_pages
-        state = (unpromised, pool.events.stored_blocks, self._admissions, self.rows.occupied() == 0)
+        growing = self.rows.expected_growth(self.config.page_size)
+        state = (unpromised - growing, pool.events.stored_blocks, self._admissions, self.rows.occupied() == 0)
         if request.blocked_in == state:
             return None
         wanted = demand(request, pool, self.config)
-        margin = self.config.low_water_pages + DECODE_HEADROOM_PAGES if self.rows.occupied() else 0
+        margin = 0
+        if self.rows.occupied():
+            margin = self.config.low_water_pages + growing + max(DECODE_HEADROOM_PAGES, wanted.growth)
         if wanted.fits(pool, self.promised_pages, margin):
             return wanted
         request.blocked_in = state
@@ -256,6 +271,7 @@ class Scheduler:
             request.cached_tokens = request.planned
             self.counters.prompt_tokens += request.prompt_tokens
             self.counters.cached_tokens += request.planned
+            self._deliveries.admit(request)
 
     def _expire(self, now: float) -> None:
         """Refuse requests that have waited longer than `max_queue_s` and never ran."""
@@ -267,7 +283,7 @@ class Scheduler:
             text = (
                 f"waited {now - request.arrival:.1f} s for a row, max_queue_s is {limit:g}; retry later or add workers"
             )
-            self._finish(request, "error", text, refused=True)
+            self._deliveries.finish(request, "error", text, refused=True)
             self._let_go(request)
 
     # Pages
@@ -349,8 +365,10 @@ class Scheduler:
         for request in requests:
             if request.row in result.failed_rows:
                 self._poison(request, "the model gave numbers that are not finite for this request")
-        for request, token in zip(sampling, result.tokens, strict=True):
-            self._deliver(request, token)
+        for place, scored in result.prompt_logprobs.items():
+            self._deliveries.prompt_logprobs(launched.chunked[place], launched.plan.chunks[place].start, scored)
+        for place, (request, token) in enumerate(zip(sampling, result.tokens, strict=True)):
+            self._deliveries.token(request, token, result.logprobs.get(place))
         self._settle(requests)
         return self.take_effects()
 
@@ -366,7 +384,7 @@ class Scheduler:
         """End a request whose pages can no longer be trusted."""
         request.poisoned = True
         if not request.ended:
-            self._finish(request, "error", message)
+            self._deliveries.finish(request, "error", message)
 
     def _retire_step(self) -> Launched:
         launched = self.in_flight.popleft()
@@ -374,54 +392,9 @@ class Scheduler:
             request.in_flight -= 1
         return launched
 
-    def _deliver(self, request: Request, token: int) -> None:
-        if request.ended:
-            return
-        request.tokens.append(token)
-        self.counters.generated_tokens += 1
-        self._effects.keys.append(request.key)
-        self._effects.tokens.append(token)
-        if token in request.stop_token_ids:
-            self._finish(request, "stop")
-        elif request.outputs == request.max_tokens:
-            self._finish(request, "length")
-
     def _settle(self, requests: Sequence[Request]) -> None:
         """Seal what a resolved step has filled, then let go of requests that ended in it or have drained."""
         for request in requests:
-            self._seal(request)
+            seal(request, self.pool, self.hasher, self.config.page_size)
             if request.ended or request.state is State.DRAINING:
                 self._let_go(request)
-
-    def _seal(self, request: Request) -> None:
-        """Offer full, written pages to the prefix index. Slots behind the last delivered token hold surplus and stay
-        unsealed.
-        """
-        if request.poisoned:
-            return
-        size = self.config.page_size
-        full = min(request.written, len(request.tokens)) // size
-        while request.sealed < full:
-            block = request.sealed
-            tokens = request.tokens[block * size : (block + 1) * size].tobytes()
-            parent = request.digests[block - 1] if block else None
-            if block == len(request.digests):
-                root = parent or self.hasher.root(request.cache_salt)
-                request.digests.append(self.hasher.extend(root, tokens))
-            sealed = SealedBlock(request.digests[block], parent, tokens, request.cache_salt)
-            self.pool.seal(request.pages[block], sealed)
-            request.sealed += 1
-
-    def _finish(self, request: Request, reason: FinishReason, message: str = "", refused: bool = False) -> None:
-        request.ended = True
-        self._effects.finished.append(
-            Finished(
-                request.key,
-                reason,
-                request.prompt_tokens,
-                request.outputs,
-                request.cached_tokens,
-                message,
-                refused,
-            )
-        )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from engine.chunking import ChunkLimits, StepCosts, chunk_budgets
 from engine.config import CoreConfig
-from engine.messages import Finished
+from engine.messages import Finished, Logprobs
 from engine.request import Request
 from engine.step import StepPlan
 
@@ -122,6 +122,12 @@ class Effects:
     keys: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+    cached: dict[int, int] = field(default_factory=dict)
+    """By key of a request that has just been admitted: prompt tokens that the prefix cache had, if any."""
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    """By key: of its `tokens`, if it asks for them."""
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    """By key: of further tokens of its prompt, in order from the second on, if it asks for them."""
 
 
 class Launched(NamedTuple):

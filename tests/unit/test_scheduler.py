@@ -7,6 +7,7 @@ from engine.queue import WaitingQueue
 from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.scheduling import SchedulerConfig
+from engine.sealing import seal
 from engine.step import StepResult
 from kv.table import PageTables
 from tests.sim import Job, SimLane, expected_output
@@ -408,7 +409,7 @@ def test_the_simulation_turns_red_when_a_page_is_sealed_before_it_is_written(mon
     def early(self, request, budget, chunks):
         count = plan_chunk(self, request, budget, chunks)
         request.written = request.target
-        self._seal(request)
+        seal(request, self.pool, self.hasher, self.config.page_size)
         return count
 
     monkeypatch.setattr(Scheduler, "_plan_chunk", early)
