@@ -84,9 +84,9 @@ class Request:
     bypassed: int = 0
     """Requests behind this one that were admitted while it did not fit."""
     blocked_in: tuple[int, int, int, bool] | None = None
-    """State in which it was last found not to fit (pages that nobody waits for, blocks stored so far, admissions so far,
-    rows empty): as long as that is the same, so is the answer. Hit pages become referenced, and so cheaper, only by an
-    admission.
+    """State in which it was last found not to fit (pages that nobody waits for, blocks stored so far, admissions so
+    far, rows empty): as long as that is the same, so is the answer. Hit pages become referenced, and so cheaper, only
+    by an admission.
     """
     promised: int = 0
     """Pages reserved for this request and not yet allocated."""
