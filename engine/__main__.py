@@ -1,6 +1,7 @@
 """`python -m engine ADDRESS`: the engine core's process. The worker starts it, sends `Start` and gets `Ready`."""
 
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from engine.config import CoreConfig
 from engine.core import Channel, Core
 from engine.messages import Failed, Ready, Start, Stop
+from engine.recorder import FlightRecorder
 
 if TYPE_CHECKING:
     from engine.build import BuiltLane
@@ -39,6 +41,14 @@ def wait_briefly() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "6000")
 
 
+def dump_stacks_on_signal() -> None:
+    """Have SIGUSR1 write the stacks of all threads to stderr, from C: also while a thread holds the interpreter lock
+    for ever. The worker sends it to a core that makes no steps, before it kills it. Crashes write theirs, too.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
 def configure_logging() -> None:
     """One readable line per record on stderr, in the worker's format."""
     logging.basicConfig(
@@ -53,35 +63,35 @@ def build(config: CoreConfig) -> "BuiltLane":
     return build_lane(config, Path(config.model), time.monotonic)
 
 
-def await_start(channel: Channel, clock: Callable[[], float]) -> CoreConfig | Stop | None:
+def await_start(channel: Channel, clock: Callable[[], float]) -> Start | Stop | None:
     """What the worker starts this core with; `Stop` if it wants it to end at once; None, and a log line, if neither
     comes within `START_S`. Nothing else may come before `Ready`.
     """
-    config: CoreConfig | None = None
+    start: Start | None = None
     deadline = clock() + START_S
-    while config is None and (left := deadline - clock()) > 0:
+    while start is None and (left := deadline - clock()) > 0:
         for message in channel.receive(left):
             if isinstance(message, Stop):
                 return message
-            if isinstance(message, Start) and config is None:
-                config = message.config
+            if isinstance(message, Start) and start is None:
+                start = message
             else:
                 channel.drop(f"{type(message).__name__} came before the core was ready")
-    if config is None:
+    if start is None:
         logging.error("no Start message came within %g s; the engine core ends", START_S)
-    return config
+    return start
 
 
 def serve(channel: Channel, build: Callable[[CoreConfig], "BuiltLane"] = build) -> int:
     """Wait for `Start`, build the lane, serve. Returns the exit code."""
-    config = await_start(channel, time.monotonic)
-    if config is None:
+    start = await_start(channel, time.monotonic)
+    if start is None:
         return 1
-    if isinstance(config, Stop):
+    if isinstance(start, Stop):
         return 0
     began = time.monotonic()
     try:
-        built = build(config)
+        built = build(start.config)
     except Exception as error:
         logging.debug("start failed", exc_info=True)
         channel.send(Failed(f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"))
@@ -103,6 +113,8 @@ def serve(channel: Channel, build: Callable[[CoreConfig], "BuiltLane"] = build) 
         )
     )
     try:
+        if start.recorder >= 0:
+            built.lane.recorder = FlightRecorder(start.recorder, time.monotonic)
         Core(built.lane, channel).run()
     except Exception as error:
         logging.exception("the engine core cannot go on")
@@ -117,6 +129,7 @@ def main(build: Callable[[CoreConfig], "BuiltLane"] = build) -> int:
     wait_briefly()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dump_stacks_on_signal()
     configure_logging()
     channel = Channel(sys.argv[1])
     try:

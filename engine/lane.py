@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from engine.messages import Stats
+from engine.recorder import FlightRecorder
 from engine.scheduler import Scheduler
 from engine.scheduling import Effects
 from engine.step import Executor
@@ -29,6 +30,8 @@ class Lane:
         self.clock = clock
         self.step_seconds = 0.0
         self.last_step = clock()
+        self.recorder = FlightRecorder(-1, clock)
+        """Where the steps are written down. A core replaces it by one whose memory its worker can read."""
         self._handles: deque[object] = deque()
         self._failed_in_a_row = 0
         self._launch_failed = False
@@ -66,11 +69,13 @@ class Lane:
         plan = self.scheduler.plan(now)
         if plan is None:
             return False
+        self.recorder.planned(plan, self.scheduler)
         try:
             self._handles.append(self.executor.launch(plan))
         except Exception as error:
             self._handles.append(error)
             self._launch_failed = True
+        self.recorder.launched()
         return True
 
     def _resolve(self, handle: object) -> Effects:
@@ -80,11 +85,13 @@ class Lane:
                 raise handle
             result = self.executor.collect(handle)
         except Exception as error:
+            self.recorder.resolved(f"{type(error).__name__}: {error}")
             self._failed_in_a_row += 1
             log.exception("step failed (%d in a row)", self._failed_in_a_row)
             if self._failed_in_a_row >= MAX_FAILED_STEPS:
                 raise LaneBroken(f"{MAX_FAILED_STEPS} steps in a row failed, the last with: {error}") from error
             return self.scheduler.fail(f"the step that computed this request failed: {error}")
+        self.recorder.resolved()
         self._failed_in_a_row = 0
         return self.scheduler.resolve(result)
 

@@ -108,6 +108,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     """First message to the core."""
 
     config: CoreConfig
+    recorder: int = -1
+    """Inherited descriptor of the memory that the last steps are written to (see `engine.recorder`); -1 for none."""
 
 
 class Requests(msgspec.Struct, frozen=True, tag="requests"):

@@ -109,7 +109,12 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         for request in defaults.unserved:
             logger.warning("generation_config.json asks for %s, which is not served and is left out", request)
         listener = Listener(self._relay.publish, self._report_load, self._on_failure)
-        client = ClientConfig(self.config.core(), self._around.core_command, clock=self._around.clock)
+        client = ClientConfig(
+            self.config.core(),
+            self._around.core_command,
+            record_directory=self.config.step_record_dir,
+            clock=self._around.clock,
+        )
         self._client = CoreClient(client, listener)
         try:
             ready = self._checked(await self._client.start())

@@ -33,6 +33,7 @@ from engine.messages import (
     Submit,
 )
 from kv.events import Removed, Stored
+from worker.blackbox import BlackBox
 from worker.config import CORE_KILL_S, CORE_STOP_S
 from worker.endpoint import Endpoint, EndpointError
 from worker.outbox import Outbox, broken
@@ -41,6 +42,11 @@ from worker.stream import Stream
 CORE_COMMAND = (sys.executable, "-m", "engine")
 
 logger = logging.getLogger("pagelane.client")
+
+STACKS_S = 0.5
+"""How long a core that makes no steps may take to write its stacks to the log, in seconds."""
+WATCH_S = 0.25
+"""Longest time between two looks at the core's silence, in seconds."""
 
 STOPPING = "the worker shuts down"
 """What those are told who wait for a core that is being stopped."""
@@ -59,6 +65,8 @@ class ClientConfig:
     """Program and first arguments; the socket's address is added."""
     stop_timeout_s: float = CORE_STOP_S
     """How long a core that serves may take to end after `Stop` before it is killed."""
+    record_directory: str | None = None
+    """Where the last steps of a lost core are saved; None is the system's temporary directory."""
     clock: Callable[[], float] = time.monotonic
 
 
@@ -90,6 +98,8 @@ class CoreClient:
         self._watchdog: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
+        self._black_box: BlackBox | None = None
+        self._autopsy: asyncio.Task[None] | None = None
         self._endpoint: Endpoint | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
@@ -120,23 +130,26 @@ class CoreClient:
             raise CoreError(STOPPING)
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
+        self._black_box = BlackBox(self._config.record_directory)
         try:
             self._endpoint = Endpoint(self._on_frame)
-            self._endpoint.listen(self._spawn(self._endpoint.address))
+            self._endpoint.listen(self._spawn(self._endpoint.address, self._black_box.descriptor))
         except EndpointError as error:
             raise CoreError(str(error)) from None
         self._heard = self._config.clock()
-        self._send(Start(self._config.core))
+        self._send(Start(self._config.core, self._black_box.descriptor))
         ready = await self._ready
         self._heard = self._config.clock()
         self._watchdog = loop.create_task(self._watch())
         return ready
 
-    def _spawn(self, address: str) -> int:
+    def _spawn(self, address: str, recorder: int) -> int:
         # A session of its own: Ctrl-C in a terminal reaches the worker alone, which then drains and stops the core.
         command = [*self._config.command, address]
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(recorder,)
+            )
             self._pidfd = os.pidfd_open(self._process.pid)
         except OSError as error:
             raise CoreError(f"{command[0]} cannot be run as its process: {error}") from None
@@ -202,6 +215,8 @@ class CoreClient:
             self._watchdog.cancel()
             self._watchdog = None
         self.fail_streams(STOPPING)
+        if self._autopsy is not None:
+            await self._autopsy
         if self._process is not None:
             await self._end_process(self._process, asked)
         self._close()
@@ -226,6 +241,9 @@ class CoreClient:
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
+        if self._black_box is not None:
+            self._black_box.close()
+            self._black_box = None
 
     def _schedule_flush(self) -> None:
         if not self._flush_scheduled:
@@ -313,19 +331,24 @@ class CoreClient:
         """The core talks, but does it make steps? An idle core's last step may be old: only time with work counts."""
         limit = self._config.core.step_timeout_s
         if self._streams and last_step_age_s > limit and self._heard - self._busy_since > limit:
-            self._fail(f"the engine core has {self.running} requests and made no step for {last_step_age_s:.0f} s")
+            self._fail(
+                f"the engine core has {self.running} requests and made no step for {last_step_age_s:.0f} s",
+                wedged=True,
+            )
 
     async def _watch(self) -> None:
         limit = self._config.core.step_timeout_s
         while self._failure is None:
-            await asyncio.sleep(min(1.0, limit / 4))
+            await asyncio.sleep(min(WATCH_S, limit / 4))
             silence = self._config.clock() - self._heard
             if silence > limit:
                 if self._endpoint is not None:
                     self._endpoint.exchange()  # the loop itself may have been held up: what has come meanwhile counts
                 silence = self._config.clock() - self._heard
             if silence > limit:
-                self._fail(f"the engine core has said nothing for {silence:.1f} s (step_timeout_s is {limit:g})")
+                self._fail(
+                    f"the engine core has said nothing for {silence:.1f} s (step_timeout_s is {limit:g})", wedged=True
+                )
 
     def _on_exit(self) -> None:
         if self._process is None:
@@ -339,12 +362,27 @@ class CoreClient:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             self._fail(f"the engine core {how}")
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, wedged: bool = False) -> None:
         if self._failure is not None or self._stopping:
             return
         self._failure = reason
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(CoreError(reason))
             return
+        self._autopsy = asyncio.get_running_loop().create_task(self._examine(wedged))
         self.fail_streams(reason)
         self._listener.failure(reason)
+
+    async def _examine(self, wedged: bool) -> None:
+        """Keep what a lost core leaves: where its threads stand, if it still runs but does not go on, and its last
+        steps. Then it is of no more use.
+        """
+        process = self._process
+        if process is None or self._black_box is None:
+            return
+        if wedged and process.poll() is None:
+            logger.error("the engine core (process %d) is asked for the stacks of its threads and killed", process.pid)
+            process.send_signal(signal.SIGUSR1)
+            await self._exit_within(STACKS_S)
+            process.kill()
+        self._black_box.save(process.pid)

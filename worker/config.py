@@ -94,6 +94,13 @@ class WorkerConfig(CoreConfig, kw_only=True, frozen=True, forbid_unknown_fields=
     load_publish_interval_s: Annotated[
         Seconds, Meta(description="Longest time between two load reports in seconds; changes are reported at once.")
     ] = 0.1
+    step_record_dir: Annotated[
+        str | None,
+        Meta(
+            description="Directory for the record of an engine core that was lost: its last 1,000 steps, one line of "
+            "JSON each; null is the system's temporary directory."
+        ),
+    ] = None
     drain_timeout_s: Annotated[
         float,
         Meta(
