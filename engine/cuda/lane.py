@@ -16,6 +16,7 @@ from engine.cuda.executor import CudaExecutor, ExecutorParts, reserve_logits
 from engine.cuda.flashinfer_raw import ModuleNeeds, installed_version, signatures
 from engine.cuda.inputs import InputLayout, StepInputs
 from engine.cuda.layout import AttentionCapacity, AttentionLayout
+from engine.cuda.policy import has_xqa
 from engine.cuda.self_check import check_planner
 from engine.memory import MIB, MemoryPlan, MemoryReport
 from engine.messages import Sampling
@@ -158,7 +159,10 @@ def prepare(
     dtype: torch.dtype,
     device: torch.device,
     load: Loader,
+    *,
+    xqa: bool = True,
 ) -> CudaBuild:
+    """What `CudaBuild` holds; `xqa=False` keeps XQA out where policy would take it, so that tests can compare."""
     from engine.kernels.step_head import write_step
 
     limit = config.context_limit or model.context_limit
@@ -185,10 +189,10 @@ def prepare(
     activations.allocate()
     logits.allocate()
     card = torch.cuda.get_device_properties(device)
-    plans = AttentionCapacity(capacity, card.multi_processor_count, sm90=card.major == 9, xqa=False)
-    modules = load_modules(
-        ModuleNeeds(model.head_dim, model.group, geometry.page_size, name, sm90=plans.sm90, xqa=plans.xqa)
-    )
+    sm90 = card.major == 9
+    xqa = xqa and sm90 and has_xqa(model.head_dim, model.group, geometry.page_size)
+    modules = load_modules(ModuleNeeds(model.head_dim, model.group, geometry.page_size, name, sm90=sm90, xqa=xqa))
+    plans = AttentionCapacity(capacity, card.multi_processor_count, sm90=sm90, xqa="xqa" in modules)
     check_planner(signatures(installed_version()), modules["fa2"], plans.shape)
     return CudaBuild(
         config,

@@ -25,8 +25,8 @@ XQA_HEAD_TOKENS = {16: 160_000, 64: 400_000}
 131,072 and loses 43.4 to 41.0 at 262,144; at page 64 it wins 20.3 to 23.8 at 131,072, breaks even (40.7 to 40.4, and
 40.6 to 42.8 with fewer, longer rows) at 262,144 and at 524,288 (74.8 to 75.4, 69.5 to 72.6).
 """
-XQA_GROUPS = {64: (), 128: (4, 5), 256: (4, 6)}
-"""Groups that XQA was measured or built for, by head dim."""
+XQA_GROUPS: dict[int, tuple[int, ...]] = {128: (4, 5)}
+"""Groups for which XQA was measured to win, by head dim; on sm90, and it is taken there alone."""
 
 
 class DecodeRows(NamedTuple):
@@ -78,12 +78,17 @@ def max_decode_tiles(rows: int, row_tiles: int, shape: AttentionShape) -> int:
     return rows * row_tiles + 2 * shape.split_budget + 1
 
 
+def has_xqa(head_dim: int, group: int, page_size: int) -> bool:
+    """True if XQA is worth having for decode rows of this shape on sm90."""
+    return group in XQA_GROUPS.get(head_dim, ()) and page_size in XQA_HEAD_TOKENS
+
+
 def uses_xqa(step: DecodeRows, shape: AttentionShape) -> bool:
     """True if XQA is the fastest kernel for the decode rows.
 
     It divides every row into the same number of parts, so it is taken for rows of similar length only (as measured).
     """
-    if shape.group not in XQA_GROUPS.get(shape.head_dim, ()) or shape.page_size not in XQA_HEAD_TOKENS:
+    if not has_xqa(shape.head_dim, shape.group, shape.page_size):
         return False
     even = step.longest * step.rows <= 1.5 * step.total
     head_tokens = step.total * shape.kv_heads * shape.head_dim // 128

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.config import CoreConfig
 from engine.cuda.flashinfer_raw import ModuleNeeds, installed_version, signatures
-from engine.cuda.policy import XQA_GROUPS
+from engine.cuda.policy import has_xqa
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.resolve import resolve_model
 
@@ -63,7 +63,7 @@ def needs_of(model: ModelConfig, core: CoreConfig, arch: str) -> ModuleNeeds:
     if dtype not in DTYPES:
         raise PrebuildError(f"dtype is {dtype}, but the CUDA lane computes in {' or '.join(DTYPES)}: set dtype")
     hopper, group = match[1] == "9", model.heads // model.kv_heads
-    xqa = hopper and group in XQA_GROUPS.get(model.head_dim, ())
+    xqa = hopper and has_xqa(model.head_dim, group, core.kv_page_size)
     return ModuleNeeds(model.head_dim, group, core.kv_page_size, dtype, sm90=hopper, xqa=xqa)
 
 
