@@ -36,7 +36,7 @@ def reserve_logits(arena: DeviceArena, capacity: PlanCapacity, vocab: int, hidde
     rows = min(capacity.max_rows, LOGITS_ROWS)
     arena.reserve("sampled_hidden", (rows, hidden), dtype)
     arena.reserve("logits", (rows, vocab), torch.float32)
-    DeviceSampler.reserve(arena, vocab)
+    DeviceSampler.reserve(arena, rows, vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class CudaExecutor:
             if self.tap is not None:
                 self.tap(slots[begin:end], logits)
             tokens = self._results[self._turn, 0, begin:end]
-            self._sampler.choose(logits, self.inputs, slice(begin, end), slots[begin:end], tokens)
+            self._sampler.choose(logits, self.inputs, slice(begin, end), tokens)
             self.inputs.keep(begin, end, tokens)
 
     def _fetch(self, plan: StepPlan) -> Launched:

@@ -1,51 +1,37 @@
-"""Chooses tokens on the device by the rules of `engine.sampling`, without asking the device what the rows want."""
+"""Chooses tokens on the device by the rules of `engine.sampling`: the same launches whatever the rows ask for."""
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.inputs import Array, StepInputs
-from engine.sampling import DRAW_ROWS, TOP_K_CLASSES, Buffers, Sampler
+from engine.cuda.inputs import StepInputs
+from engine.sampling import Buffers
 
 
 class DeviceSampler:
-    """Greedy rows by argmax, the others by `engine.sampling.Sampler`, a few rows at a time."""
+    """Greedy rows and rows that draw, in the same launches. Triton is loaded with the first object."""
 
     @staticmethod
-    def reserve(buffers: Buffers, vocab: int) -> None:
-        """Plan the scratch."""
-        Sampler.reserve(buffers, vocab)
+    def reserve(buffers: Buffers, rows: int, vocab: int) -> None:
+        """Plan the scratch for up to `rows` rows at once."""
+        from engine.kernels.sample import space_shapes
+
+        for name, (shape, dtype) in space_shapes(rows, vocab).items():
+            buffers.reserve(f"sample_{name}", shape, getattr(torch, dtype))
 
     def __init__(self, buffers: Buffers) -> None:
-        self._sampler = Sampler(buffers)
+        from engine.kernels.sample import SampleSpace
 
-    def choose(self, logits: Tensor, inputs: StepInputs, rows: slice, slots: Sequence[int], out: Tensor) -> None:
-        """Write the tokens of the sampled rows `rows`, which lie in `slots`, to `out` (int32 `[rows]`).
+        self._space = SampleSpace(*(buffers.take(f"sample_{name}") for name in SampleSpace._fields))
+
+    def choose(self, logits: Tensor, inputs: StepInputs, rows: slice, out: Tensor) -> None:
+        """Write the tokens of the sampled rows `rows` to `out` (int32 `[rows]`).
 
         `logits` is float32 `[rows, vocab]`. A row's token depends on its logits, parameters, seed and position alone.
+        Neither waits nor allocates, and reads the parameters on the device, so that it may be captured.
         """
-        out.copy_(logits.argmax(dim=-1))
-        columns = inputs.sampling.columns
-        temperature = columns["temperature"][list(slots)]
-        drawn = np.flatnonzero(temperature > 0)
-        if not len(drawn):
-            return
-        parameters = inputs.sampling_rows(rows.start, rows.stop)
-        widths = self._widths(columns["top_k"][list(slots)], logits.shape[1])
-        with torch.device(logits.device):
-            for width in sorted(set(widths[drawn].tolist())):
-                members = drawn[widths[drawn] == width]
-                for first in range(0, len(members), DRAW_ROWS):
-                    some = torch.tensor(members[first : first + DRAW_ROWS])
-                    out[some] = self._sampler.draw(logits[some], parameters.take(some), width).int()
+        from engine.kernels.sample import SampleColumns, sample
 
-    @staticmethod
-    def _widths(top_k: Array, vocab: int) -> Array:
-        """Candidates that each row sorts: the smallest class that holds its top_k, or the vocabulary."""
-        widths = np.full(len(top_k), vocab, np.int64)
-        for size in reversed(TOP_K_CLASSES):
-            if size < vocab:
-                widths[(top_k > 0) & (top_k <= size)] = size
-        return widths
+        columns = SampleColumns(*(inputs.staged[name] for name in SampleColumns._fields))
+        slots = inputs.sampled_rows("sampled_slots", rows.start, rows.stop)
+        positions = inputs.sampled_rows("sampled_positions", rows.start, rows.stop)
+        sample(logits, columns, slots, positions, out, self._space)
