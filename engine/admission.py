@@ -73,7 +73,11 @@ def _outside_vocabulary(request: Request, vocab_size: int | None) -> str:
     if vocab_size is None:
         return ""
     ids = np.frombuffer(request.tokens, dtype=np.int32)
-    low, high = int(ids.min()), int(ids.max())
-    if low >= 0 and high < vocab_size:
-        return ""
-    return f"the prompt holds token {low if low < 0 else high}, but the model's vocabulary is 0 to {vocab_size - 1}"
+    ends = {"the prompt holds token": (int(ids.min()), int(ids.max()))}
+    if request.stop_token_ids:
+        ends["the stop tokens hold"] = (min(request.stop_token_ids), max(request.stop_token_ids))
+    for where, tokens in ends.items():
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                return f"{where} {token}, but the model's vocabulary is 0 to {vocab_size - 1}"
+    return ""

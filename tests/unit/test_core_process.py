@@ -14,10 +14,24 @@ import zmq
 
 from engine.__main__ import serve
 from engine.config import CoreConfig
-from engine.messages import Failed, FromCore, Heartbeat, Ready, Requests, Sampling, Start, StepOutput, Stop, Submit
+from engine.messages import (
+    MAX_MESSAGE_BYTES,
+    Dropped,
+    Failed,
+    FromCore,
+    Heartbeat,
+    Ready,
+    Requests,
+    Sampling,
+    Start,
+    StepOutput,
+    Stop,
+    Submit,
+)
 from kv.events import replay
 from kv.hashing import Blake2bHasher, pack_tokens, unpack_tokens
 from tests.models import tiny_model
+from tests.property.messages import EXTREMES
 
 WAIT_MS = 30_000
 
@@ -159,14 +173,72 @@ def test_a_core_waits_out_interrupts_and_terminations_which_are_its_workers_busi
     assert core.steps_until(1)
 
 
-def test_bytes_that_are_no_message_end_the_core_with_a_reason(core, model):
+def test_a_core_drops_what_it_cannot_read_and_serves_on(core, model):
     start(core, model)
-    core.socket.send(b"\xc1 not a message")
-    message = core.receive()
-    while isinstance(message, Heartbeat):
+    huge = [msgspec.msgpack.encode(bytes(50 << 20)), bytes(MAX_MESSAGE_BYTES + 1)]
+    for frame in (*EXTREMES.values(), *huge, msgspec.msgpack.encode(Start(CoreConfig(model="again")))):
+        core.socket.send(frame)
+    core.send(Requests([submit(7, [5] * 40, 3)], [99, 7**20]))
+    dropped = []
+    while True:
         message = core.receive()
-    assert isinstance(message, Failed)
-    assert core.child.wait(10) == 1
+        if isinstance(message, Dropped):
+            dropped.append(message.reason)
+        elif isinstance(message, StepOutput) and 7 in {finished.key for finished in message.finished}:
+            break
+    assert f"it has {MAX_MESSAGE_BYTES + 1} bytes" in dropped[-1]
+    assert str(MAX_MESSAGE_BYTES) in dropped[-1].partition("read:")[2]
+    assert message.stats.referenced_pages == 0
+    core.send(Stop())
+    assert core.child.wait(10) == 0
+
+
+def test_a_core_that_gets_garbage_before_its_start_waits_for_it(core, model):
+    for frame in EXTREMES.values():
+        core.socket.send(frame)
+    core.send(Requests([submit(7, [5])], []))
+    core.send(Start(CoreConfig(model=str(model), kv_cache_memory="1MiB", threads=1)))
+    message = core.receive()
+    while isinstance(message, Dropped):
+        message = core.receive()
+    assert isinstance(message, Ready)
+
+
+LARGEST = 3.4e38
+ODD_BUT_VALID = [
+    {"temperature": LARGEST},
+    {"temperature": 5e-324, "top_p": 0.0, "min_p": 1.0},
+    {"temperature": 1.0, "top_k": 2**31 - 1, "top_p": 5e-324, "seed": 2**64 - 1},
+    {"temperature": 1.0, "min_p": 1.0, "repetition_penalty": LARGEST},
+    {"temperature": LARGEST, "repetition_penalty": 5e-324, "presence_penalty": LARGEST, "frequency_penalty": LARGEST},
+    {"presence_penalty": -LARGEST, "frequency_penalty": -LARGEST, "repetition_penalty": LARGEST},
+    {"temperature": 1e-40, "presence_penalty": -LARGEST, "frequency_penalty": LARGEST},
+    {"min_tokens": 2**63},
+    {"logprobs": 2**62},
+    {"prompt_logprobs": 2**62, "logprobs": 0},
+]
+"""Sampling at the ends of what a message may hold; a worker sends far less."""
+
+
+def test_numbers_at_their_limits_fail_no_one_but_their_own_request(core, model):
+    start(core, model)
+    odd = [
+        msgspec.structs.replace(submit(key, [key + 1] * 20, 5), sampling=Sampling(**sampling), stop_token_ids=(2,))
+        for key, sampling in enumerate(ODD_BUT_VALID)
+    ]
+    strange = msgspec.structs.replace(submit(102, [5]), stop_token_ids=(10**9,), sampling=Sampling(min_tokens=1))
+    core.send(Requests([*odd, submit(100, [5] * 40, 8), submit(101, [400], 2), strange], []))
+    outputs = core.steps_until(*range(len(odd)), 100, 101, 102)
+    finished = {f.key: f for output in outputs for f in output.finished}
+    assert finished[100].reason == "length"
+    assert [f.message for f in finished.values() if f.reason == "error"] == [
+        "the prompt holds token 400, but the model's vocabulary is 0 to 319",
+        "the stop tokens hold 1000000000, but the model's vocabulary is 0 to 319",
+    ]
+    core.send(Requests([submit(200, [6] * 40, 3)], []))
+    after = core.steps_until(200)[-1]
+    assert after.finished[0].reason == "length"
+    assert after.stats.referenced_pages == 0
 
 
 def ignores(pid: int, number: signal.Signals) -> bool:
