@@ -16,8 +16,16 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     """What an engine core is told at its start: the worker's first message. Reading it needs no torch."""
 
     model: Annotated[
-        str, Meta(description="Model directory (config.json, safetensors, tokenizer files) or a .gguf file.")
+        str,
+        Meta(
+            description="Model directory (config.json, safetensors, tokenizer files), a .gguf file, or the id of a "
+            "repository on a hub: org/name or org/name@revision."
+        ),
     ]
+    revision: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="Branch, tag or commit hash of a hub id; null is main."),
+    ] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Meta(description="Where the lane computes; auto takes CUDA if it is there.")
     ] = "auto"

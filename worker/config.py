@@ -53,7 +53,7 @@ class WorkerConfig(CoreConfig, kw_only=True, frozen=True, forbid_unknown_fields=
 
     served_model_name: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="Name that clients use for the model; null is the last part of the model's path."),
+        Meta(description="Name that clients use for the model; null is the hub id or the last part of the path."),
     ] = None
     namespace: Annotated[
         Name, Meta(description="Dynamo namespace; DYN_NAMESPACE_WORKER_SUFFIX is appended if it is set.")

@@ -160,7 +160,8 @@ class Launcher:
     async def _import(self) -> None:
         """Import a model that is no directory yet, once for all workers. Raises `LocalError` if it cannot be served."""
         worker = self._config.worker
-        command = [sys.executable, "-m", "worker.resolve", worker.model, worker.load_format]
+        revision = [] if worker.revision is None else [worker.revision]
+        command = [sys.executable, "-m", "worker.resolve", worker.model, worker.load_format, *revision]
         child = await start_child(ChildConfig("import", command, os.environ, self._on_import_line))
         try:
             code = await child.wait()

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
 
-from engine.models.resolve import resolve_model
+from engine.models.hub import parse_hub_id
+from engine.models.resolve import Say, resolve_model
 from kv.geometry import PAGE_SIZES
 from worker.config import WorkerConfig
 from worker.model import parsers
@@ -22,20 +23,23 @@ DISCOVERY_S = 0.25
 
 
 def served_name(model: str) -> str:
-    """The last part of a model's path as it was given, without `.gguf`: a link's own name, not its target's."""
+    """A hub id without its revision, or the last part of a path, without `.gguf`: a link's own, not its target's."""
+    hub_id = None if Path(model).expanduser().exists() else parse_hub_id(model)
+    if hub_id is not None:
+        return hub_id.repo
     path = Path(os.path.abspath(Path(model).expanduser()))
     return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
-def resolved(config: WorkerConfig) -> WorkerConfig:
+def resolved(config: WorkerConfig, say: Say = lambda line: None) -> WorkerConfig:
     """`config` with the model's directory for `model`, and with the name that it is served under.
 
-    A `.gguf` file is imported first, or at least read from end to end, so this is not for an event loop. Raises
-    `ModelError`, a ValueError, with one line.
+    A `.gguf` file is imported first, or at least read from end to end, and a hub id downloaded, so this is not for an
+    event loop; `say` is told how far that has come. Raises `ModelError`, a ValueError, with one line.
     """
-    directory = resolve_model(config.model, config.load_format)
+    directory = resolve_model(config.model, config.load_format, revision=config.revision, say=say)
     name = config.served_model_name or served_name(config.model)
-    return msgspec.structs.replace(config, model=str(directory), served_model_name=name)
+    return msgspec.structs.replace(config, model=str(directory), revision=None, served_model_name=name)
 
 
 def dynamo_config(config: WorkerConfig) -> DynamoConfig:

@@ -1,39 +1,24 @@
-"""`python -m worker.resolve MODEL LOAD_FORMAT`: find a model, and import it if it is a GGUF file.
+"""`python -m worker.resolve MODEL LOAD_FORMAT [REVISION]`: find a model, import a GGUF file, download from a hub.
 
-A process of its own, because an import takes minutes and nothing can stop a thread in the middle of it: SIGTERM ends
-this process within one tensor, and takes the half-written directory with it.
+A process of its own, because this takes minutes and nothing can stop a thread in the middle of it: SIGTERM ends this
+process within one tensor, and takes a half-written import with it; a download goes on later where it stopped.
 """
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from engine.models.resolve import resolve_model
 from worker.process import REASON
 
 
-class ImportProgress:
-    """Says how far the import of a model has come, in quarters."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._quarter = -1
-
-    def __call__(self, done: int, total: int) -> None:
-        """Bytes written so far, of how many."""
-        quarter = 4 * done // max(total, 1)
-        if quarter > self._quarter:
-            self._quarter = quarter
-            self._say(f"importing the model: {25 * quarter} % of {total >> 20} MiB")
-
-
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0, or 1 after one line with the reason."""
     signal.signal(signal.SIGTERM, _unwind)
-    model, load_format = argv
+    model, load_format, *revision = argv
     try:
-        resolve_model(model, load_format, ImportProgress(_say))
+        resolve_model(model, load_format, revision=revision[0] if revision else None, say=_say)
     except (ValueError, OSError) as error:
         _say(f"{REASON}{' '.join(str(error).split())}")
         return 1

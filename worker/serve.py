@@ -11,7 +11,7 @@ from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.common.backend.worker import Worker
 from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
 
-from engine.models.resolve import has_chat_template
+from engine.models.folder import has_chat_template
 from worker.backend import Backend, Surroundings
 from worker.config import MAX_SYSTEM_PORT, ConfigError, WorkerConfig
 from worker.flags import HelpRequested, load_config
@@ -81,6 +81,11 @@ def check_texts(config: WorkerConfig, dynamo: DynamoConfig) -> None:
             )
 
 
+def _say(line: str) -> None:
+    sys.stderr.write(f"pagelane: {line}\n")
+    sys.stderr.flush()
+
+
 def _fail(error: Exception, code: int) -> int:
     sys.stderr.write(f"pagelane: error: {' '.join(str(error).split())}\n")
     return code
@@ -88,7 +93,7 @@ def _fail(error: Exception, code: int) -> int:
 
 def _serve(config: WorkerConfig, around: Surroundings | None) -> int:
     try:
-        config = resolved(config)
+        config = resolved(config, _say)
         dynamo = dynamo_config(config)
         check_texts(config, dynamo)
     except (ValueError, OSError) as error:

@@ -16,7 +16,8 @@ from engine.cpu.linear import Gemm, reserve_scratch
 from engine.memory import MemoryPlan, MemoryReport, host_memory
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.decoder import Decoder, DecoderWeights
-from engine.models.weights import Progress, dummy_weights, load_weights, weight_bytes
+from engine.models.progress import Progress
+from engine.models.weights import dummy_weights, load_weights, weight_bytes
 from engine.plan import PlanCapacity, PlanLayout
 from kv.budget import KvBudget, KvCapacity, parse_size, servable_length
 from kv.geometry import KvGeometry

@@ -22,7 +22,8 @@ from engine.memory import MIB, MemoryPlan, MemoryReport
 from engine.messages import Sampling
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.decoder import DecoderWeights
-from engine.models.weights import Progress, dummy_weights, load_weights, weight_bytes
+from engine.models.progress import Progress
+from engine.models.weights import dummy_weights, load_weights, weight_bytes
 from engine.plan import PlanCapacity
 from engine.step import Chunk, RowStart, StepPlan
 from kv.budget import KvBudget, KvCapacity, servable_length

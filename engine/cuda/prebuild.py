@@ -80,7 +80,7 @@ def prebuild(
     """
     raw = signatures(installed_version())
     toolkit = find_toolkit(environ)
-    needs = needs_of(load_model_config(_model_dir(config.core.model)), config.core, config.arch)
+    needs = needs_of(load_model_config(_model_dir(config.core)), config.core, config.arch)
     environ["FLASHINFER_CUDA_ARCH_LIST"] = config.arch
     environ["CUDA_HOME"] = str(toolkit)
     specs = raw.specs(needs)
@@ -95,10 +95,11 @@ def prebuild(
     return modules
 
 
-def _model_dir(model: str) -> Path:
+def _model_dir(core: CoreConfig) -> Path:
     """A folder with config.json is enough here: an image is built without the weights."""
-    folder = Path(model).expanduser()
-    return folder if (folder / "config.json").is_file() else resolve_model(model, "dummy")
+    folder = Path(core.model).expanduser()
+    there = (folder / "config.json").is_file()
+    return folder if there else resolve_model(core.model, "dummy", revision=core.revision)
 
 
 def prebuilt_folder() -> Path:

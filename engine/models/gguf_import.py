@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,10 +26,8 @@ from engine.models.config import ModelConfig, load_model_config
 from engine.models.files import ModelError
 from engine.models.gguf_config import generation_config, model_config
 from engine.models.gguf_tokenizer import write_tokenizer
+from engine.models.progress import Progress
 from engine.models.shapes import EMBEDDING, HEAD, SINGLE_FILE, weight_shapes
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in total) of the safetensors file."""
 
 IMPORTER_VERSION = 1
 """Part of every cache key: raise it whenever the same GGUF file would be imported differently."""

@@ -1,63 +1,64 @@
 """Turns what `model:` says into a model directory. No torch: the worker process calls this."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
-
-import msgspec
 
 from engine.models.demo import DEMO_NAMES, demo_model_path
 from engine.models.files import ModelError
-from engine.models.gguf_import import Progress, cached_import
-from engine.models.shapes import INDEX_FILE, SINGLE_FILE
+from engine.models.folder import check_directory
+from engine.models.gguf_import import cached_import
+from engine.models.hub import HubConfig, HubId, download, parse_hub_id
+from engine.models.progress import Lines, Progress
+
+Say = Callable[[str], None]
+"""Called with a line about what takes long."""
 
 
-def resolve_model(model: str, load_format: str = "auto", progress: Progress | None = None) -> Path:
-    """The directory with config.json, weights and tokenizer that `model` names.
+def resolve_model(
+    model: str, load_format: str = "auto", *, revision: str | None = None, say: Say = lambda line: None
+) -> Path:
+    """The directory with config.json, weights and tokenizer that `model` names, checked as far as reading it is cheap.
 
-    `model` is such a directory, a .gguf file (imported into the cache, once) or one of `DEMO_NAMES`. With `load_format`
-    dummy the weights may be absent. Nothing is ever downloaded: a path that is not there raises `ModelError`.
+    `model` is such a directory, a .gguf file (imported into the cache, once), one of `DEMO_NAMES`, or the id of a
+    repository on a hub (`org/name`, `org/name@revision`), which is downloaded into the hub's cache, once. A path that
+    is there is never taken for a hub id. With `load_format` dummy the weights may be absent. Raises `ModelError`.
     """
-    if model in DEMO_NAMES and not Path(model).exists():
-        return cached_import(demo_model_path(), progress=progress)
     path = Path(model).expanduser()
-    if path.is_dir():
-        return _checked_directory(path, load_format)
+    if path.exists() or model in DEMO_NAMES:
+        if revision is not None:
+            raise ModelError(f"revision is {revision!r}, but model {model!r} is no hub id; leave revision out")
+        return _local(path, model, load_format, Lines("importing the model", say))
+    hub_id = _hub_id(path, model, revision)
+    say(f"{model} is no path here, so it is a hub id: {hub_id.repo} at revision {hub_id.revision}")
+    folder = download(hub_id, HubConfig.of(os.environ), load_format != "dummy", Lines("downloading the model", say))
+    check_directory(folder, load_format)
+    return folder
+
+
+def _local(path: Path, model: str, load_format: str, progress: Progress) -> Path:
     if not path.exists():
-        raise ModelError(
-            f"{model}: no such model; give a model directory, a .gguf file or {DEMO_NAMES[0]} (nothing is downloaded)"
-        )
-    if path.suffix.lower() != ".gguf":
+        return cached_import(demo_model_path(), progress=progress)
+    if path.is_dir():
+        check_directory(path, load_format)
+        return path
+    if path.suffix.lower() != ".gguf" or not path.is_file():
         raise ModelError(f"{model}: is neither a model directory nor a .gguf file")
     return cached_import(path, progress=progress)
 
 
-def _checked_directory(path: Path, load_format: str) -> Path:
-    needed: list[tuple[str, ...]] = [("config.json",), ("tokenizer.json",), ("tokenizer_config.json",)]
-    if load_format != "dummy":
-        needed.append((SINGLE_FILE, INDEX_FILE))
-    for names in needed:
-        if not any((path / name).is_file() for name in names):
-            raise ModelError(
-                f"{path}: has no {' or '.join(names)}; a model directory holds config, weights and tokenizer"
-            )
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        _check_json_object(path / name)
-    return path
-
-
-def _check_json_object(path: Path) -> None:
-    """Refuse a file that the frontend could not read either; there it would only mean that the model never appears."""
-    try:
-        msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"{path}: is not a JSON object ({error}); take the file from the model's publisher") from None
-
-
-def has_chat_template(directory: Path) -> bool:
-    """True if the model says how a conversation becomes a prompt."""
-    if (directory / "chat_template.jinja").is_file() or (directory / "chat_template.json").is_file():
-        return True
-    return bytes(_tokenizer_config(directory).get("chat_template", msgspec.Raw(b"null"))) != b"null"
-
-
-def _tokenizer_config(directory: Path) -> dict[str, msgspec.Raw]:
-    return msgspec.json.decode((directory / "tokenizer_config.json").read_bytes(), type=dict[str, msgspec.Raw])
+def _hub_id(path: Path, model: str, revision: str | None) -> HubId:
+    """`model` as a hub id, or a `ModelError` if it is rather a path that is not there."""
+    hub_id = parse_hub_id(model, revision)
+    if hub_id is None:
+        raise ModelError(
+            f"{model}: no such model: there is no such path ({path.absolute()}), and it is no hub id (org/name or "
+            f"org/name@revision); give a model directory, a .gguf file, a hub id or {DEMO_NAMES[0]}"
+        )
+    explicit = revision is not None or "@" in model
+    if path.parent.exists() and not explicit:
+        raise ModelError(
+            f"{model}: no such model: there is a folder {path.parent} here, but nothing named {path.name} in it; "
+            f"correct the path, or say {hub_id.repo}@{hub_id.revision} if you mean the repository on a hub"
+        )
+    return hub_id

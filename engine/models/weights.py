@@ -1,6 +1,6 @@
 """Reads the weights of a model directory from safetensors, checked against the configuration."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.files import ModelError, read_json
+from engine.models.files import ModelError, check_inside, read_json
+from engine.models.progress import Progress
 from engine.models.shapes import HEAD, INDEX_FILE, SINGLE_FILE, weight_shapes
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in total), of the checkpoint as it lies on disk."""
-
 
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Old Llama checkpoints carry this buffer; it follows from config.json.
@@ -126,20 +123,14 @@ def _stored(directory: Path) -> dict[str, _Stored]:
 
 
 def _inside(directory: Path, name: str, index: Path | None = None) -> Path:
-    """The file `name` of `directory`; names with a path and links that lead elsewhere are refused.
-
-    The links of a Hugging Face cache, from snapshots/REVISION to blobs/, are not elsewhere.
-    """
+    """The file `name` of `directory`; names with a path and links that lead elsewhere are refused."""
     path = directory / name
     if Path(name).name != name or not name.endswith(".safetensors"):
         raise ModelError(f"{index}: shard {name!r} is not a plain file name that ends in .safetensors")
     if not path.is_file():
         hint = "" if index else f"; a model directory holds {SINGLE_FILE} or {INDEX_FILE}"
         raise ModelError(f"{path}: no such file{hint}")
-    home, target = directory.resolve(), path.resolve()
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    if not target.is_relative_to(home) and not target.is_relative_to(blobs):
-        raise ModelError(f"{path}: is a link to {target}, outside the model directory; put the file itself there")
+    check_inside(path)
     return path
 
 

@@ -313,7 +313,7 @@ def test_a_model_is_a_directory_a_gguf_file_or_the_demo(tmp_path, tiny, monkeypa
 
 def test_what_is_no_model_gets_one_clear_line(tmp_path, tiny):
     for model, message in (
-        ("Qwen/Qwen3-4B", r"Qwen/Qwen3-4B: no such model; .*nothing is downloaded"),
+        ("/nowhere/Qwen3-4B", r"/nowhere/Qwen3-4B: no such model: there is no such path .*, and it is no hub id"),
         (str(tiny / "config.json"), r"config.json: is neither a model directory nor a .gguf file"),
         (str(tmp_path / "none.gguf"), r"none.gguf: no such model"),
     ):

@@ -191,9 +191,7 @@ def test_the_gate_goes_red_for(
 
 
 def no_bias(weights: dict[str, torch.Tensor]) -> None:
-    for name in weights:
-        if name.endswith(".bias"):
-            weights[name] = torch.zeros_like(weights[name])
+    weights |= {name: torch.zeros_like(weight) for name, weight in weights.items() if name.endswith(".bias")}
 
 
 def bias_of_one_part_missing(weights: dict[str, torch.Tensor]) -> None:

@@ -15,7 +15,6 @@ from worker.launch import curl_line, parse, share_cores, usage
 from worker.local import PORTS, LocalConfig, LocalError, LocalStack, PortTaken, check_port, free_port
 from worker.local import response_stream_host as stream_host
 from worker.process import ChildConfig, readable, start_child
-from worker.resolve import ImportProgress
 
 
 def record(level: str, target: str, message: str, **fields: str) -> str:
@@ -105,14 +104,6 @@ def test_a_free_port_fits_what_dynamo_reads_and_a_taken_one_is_named() -> None:
         holder.listen()
         with pytest.raises(PortTaken, match=str(port)):
             check_port("127.0.0.1", port)
-
-
-def test_the_import_is_reported_in_quarters() -> None:
-    said: list[str] = []
-    progress = ImportProgress(said.append)
-    for done in range(0, 101):
-        progress(done << 20, 100 << 20)
-    assert [line.split(": ")[1] for line in said] == [f"{part} % of 100 MiB" for part in (0, 25, 50, 75, 100)]
 
 
 async def test_a_child_that_ends_is_quoted() -> None:

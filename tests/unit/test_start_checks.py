@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine.models.files import ModelError
-from engine.models.resolve import has_chat_template, resolve_model
+from engine.models.folder import has_chat_template
+from engine.models.resolve import resolve_model
 from tests.models import tiny_model
 from worker.config import ConfigError
 from worker.flags import load_config
