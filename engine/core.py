@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from engine.lane import Lane
-from engine.messages import MAX_MESSAGE_BYTES, Dropped, FromCore, Heartbeat, Requests, StepOutput, Stop, ToCore
+from engine.messages import MAX_MESSAGE_BYTES, Drain, Dropped, FromCore, Heartbeat, Requests, StepOutput, Stop, ToCore
 from engine.scheduling import DuplicateKey, Effects
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,8 @@ class Core:
                 return False
             if isinstance(message, Requests):
                 self._take(message)
+            elif isinstance(message, Drain):
+                self.lane.scheduler.close()
             else:
                 log.error("a message from the worker is dropped: the core has started already")
         if os.getppid() != self._parent:

@@ -48,7 +48,15 @@ class Deliveries:
         if fresh.tokens:
             _extend(self._effects.prompt_logprobs, request.key, fresh)
 
-    def finish(self, request: Request, reason: FinishReason, message: str = "", refused: bool = False) -> None:
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        message: str = "",
+        *,
+        refused: bool = False,
+        retryable: bool = False,
+    ) -> None:
         """The end of a request that has not ended."""
         request.ended = True
         self._effects.finished.append(
@@ -60,6 +68,7 @@ class Deliveries:
                 request.cached_tokens,
                 message,
                 refused,
+                retryable,
             )
         )
 

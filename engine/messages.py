@@ -119,11 +119,15 @@ class Requests(msgspec.Struct, frozen=True, tag="requests"):
     cancels: list[int] = []
 
 
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """The lane admits nothing more: what waits is refused at once, what runs goes on."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The core ends when it reads this. Requests that still run are dropped."""
 
 
-ToCore = Start | Requests | Stop
+ToCore = Start | Requests | Drain | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -162,7 +166,10 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     message: str = ""
     """For `error`: what happened, for the client. Empty otherwise."""
     refused: bool = False
-    """True if the request never ran because the lane had no room for it (queue full, or too long in the queue)."""
+    """True if the lane did not run the request, or not to its end, for want of room or because it admits no more: queue
+    full, too long in the queue, draining."""
+    retryable: bool = False
+    """True if a step failed: the fault is the lane's as far as anybody knows, and another may serve the request."""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):

@@ -33,6 +33,8 @@ from kv.table import PageTables
 DECODE_HEADROOM_PAGES = 1
 """Pages that must be left beside a prompt's own when it enters, so that its first tokens do not preempt anyone."""
 
+CLOSED = "this worker shuts down and admits no more"
+
 
 class Scheduler:
     """Queues, admission and step plans of one lane.
@@ -56,6 +58,7 @@ class Scheduler:
         self._steps = 0
         self._submitted = 0
         self._admissions = 0
+        self._closed = False
 
     # Requests come and go
 
@@ -71,6 +74,8 @@ class Scheduler:
         complaint = never_served(request, self.config)
         if complaint:
             self._deliveries.finish(request, "error", complaint)
+        elif self._closed:
+            self._deliveries.finish(request, "error", CLOSED, refused=True)
         elif len(self.waiting) >= self.config.max_queue:
             self.counters.refused_queue_full += 1
             self._deliveries.finish(
@@ -89,6 +94,16 @@ class Scheduler:
         request = self._live.get(key)
         if request is not None and not request.ended:
             self._deliveries.finish(request, "cancelled")
+            self._let_go(request)
+
+    def close(self) -> None:
+        """Admit nothing more: refuse what waits, also what preemption will put back. Running requests go on."""
+        self._closed = True
+        self._refuse_waiting()
+
+    def _refuse_waiting(self) -> None:
+        for request in list(self.waiting):
+            self._deliveries.finish(request, "error", CLOSED, refused=True)
             self._let_go(request)
 
     def take_effects(self) -> Effects:
@@ -112,6 +127,8 @@ class Scheduler:
         if len(self.in_flight) >= self.config.max_in_flight:
             return None
         self._expire(now)
+        if self._closed:
+            self._refuse_waiting()
         decoding = self._decoding_rows()
         lengths = []
         for request in decoding:
@@ -376,15 +393,15 @@ class Scheduler:
         """The oldest launched step has failed: end the requests in it, and only these."""
         launched = self._retire_step()
         for request in (*launched.decoding, *launched.chunked):
-            self._poison(request, message)
+            self._poison(request, message, retryable=True)
             self._let_go(request)
         return self.take_effects()
 
-    def _poison(self, request: Request, message: str) -> None:
+    def _poison(self, request: Request, message: str, retryable: bool = False) -> None:
         """End a request whose pages can no longer be trusted."""
         request.poisoned = True
         if not request.ended:
-            self._deliveries.finish(request, "error", message)
+            self._deliveries.finish(request, "error", message, retryable=retryable)
 
     def _retire_step(self) -> Launched:
         launched = self.in_flight.popleft()

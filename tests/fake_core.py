@@ -17,6 +17,7 @@ import zmq
 
 from engine.config import CoreConfig
 from engine.messages import (
+    Drain,
     Failed,
     Finished,
     Heartbeat,
@@ -81,6 +82,7 @@ class FakeCore:
     def start(self) -> CoreConfig:
         (message,) = self.receive(10.0)
         config = message.config
+        time.sleep(self.options.load_s)
         if self.options.exit_at_start is not None:
             sys.exit(self.options.exit_at_start)
         if self.options.fail_start is not None:
@@ -123,6 +125,9 @@ class FakeCore:
             for message in self.receive(0.0 if self.active or self.waiting else 0.05):
                 if isinstance(message, Stop):
                     return 0
+                if isinstance(message, Drain):
+                    self.drain()
+                    continue
                 self.take(message, config)
             if self.waiting or self.active:
                 self.step(config)
@@ -155,6 +160,11 @@ class FakeCore:
         if finished:
             self.send(StepOutput([], b"", finished, [], self.stats()))
 
+    def drain(self) -> None:
+        ends = [Finished(s.key, "error", 0, 0, 0, "this worker admits no more", True) for s in self.waiting]
+        self.waiting.clear()
+        self.send(StepOutput([], b"", ends, [], self.stats()))
+
     def step(self, config: CoreConfig) -> None:
         self.misbehave()
         if self.options.beat_in_step:
@@ -171,7 +181,7 @@ class FakeCore:
             keys.append(key)
             tokens.append(token)
             if token == self.options.error_token:
-                finished.append(Finished(key, "error", 0, 0, 0, "the step failed"))
+                finished.append(Finished(key, "error", 0, 0, 0, "the step failed", retryable=self.options.retryable))
             elif token in row.submit.stop_token_ids:
                 finished.append(row.finished("stop"))
             elif row.sent == row.submit.max_tokens:
@@ -219,6 +229,8 @@ def main() -> int:
     parser.add_argument("--die-after", type=int, help="end with code 9 after so many steps")
     parser.add_argument("--wedge-after", type=int, help="fall silent after so many steps")
     parser.add_argument("--stall-after", type=int, help="after so many steps, beat but make no more")
+    parser.add_argument("--load-s", type=float, default=0.0, help="seconds between Start and Ready")
+    parser.add_argument("--retryable", action="store_true", help="a request that fails may be tried elsewhere")
     parser.add_argument("--error-token", type=int, help="a request that would get this token fails")
     parser.add_argument("address")
     core = FakeCore(parser.parse_args())

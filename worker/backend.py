@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,16 @@ from worker.config import ConfigError, WorkerConfig
 from worker.flags import load_config
 from worker.model import generation_defaults
 from worker.publish import RANK, EventRelay, LoadReporter
-from worker.registration import PAGE_SIZE_KEY, dynamo_config, other_page_size, resolved, served_name
+from worker.registration import (
+    LEASED,
+    PAGE_SIZE_KEY,
+    RegistrationWatch,
+    dynamo_config,
+    other_page_size,
+    registration_lost,
+    resolved,
+    served_name,
+)
 from worker.stream import Stream
 
 logger = logging.getLogger("pagelane")
@@ -43,7 +52,8 @@ class Surroundings:
     clock: Callable[[], float] = time.monotonic
     rng: Callable[[], random.Random] = random.SystemRandom
     end_process: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
-    """Called once when the core is lost: Dynamo's Worker owns SIGTERM and leaves discovery on it."""
+    """Called once when this worker cannot go on: Dynamo's Worker owns SIGTERM and leaves discovery on it."""
+    watch: RegistrationWatch = field(default_factory=RegistrationWatch)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +83,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         self._running: dict[str, list[_Running]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self._leaving = False
         self._draining = False
         self._failure: str | None = None
         self._client: CoreClient | None = None
@@ -81,7 +92,10 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         self._hasher = Blake2bHasher(config.kv_page_size)
         self._relay = EventRelay(config.kv_page_size, config.enable_kv_events)
         self._load: LoadReporter | None = None
+        self._worker_id = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._load_timer: asyncio.Task[None] | None = None
+        self._registration_watch: asyncio.Task[None] | None = None
         self._observed: metrics.RequestMetrics | None = None
         self._registry: Any = None
 
@@ -99,8 +113,28 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         """Why this worker cannot serve, or None."""
         return self._client.failure if self._failure is None and self._client is not None else self._failure
 
+    @property
+    def leaving(self) -> bool:
+        """True once the process has been told to end."""
+        return self._leaving
+
+    def leave(self) -> None:
+        """The process has been told to end; for signal handlers. A load ends now; what runs is `cleanup`'s business.
+
+        Dynamo itself looks at a signal only when `start` has returned.
+        """
+        self._leaving = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._interrupt_load)
+
+    def _interrupt_load(self) -> None:
+        if self._ready is None and self._client is not None:
+            self._client.abandon()
+
     async def start(self, worker_id: int) -> EngineConfig:
         """Start the engine core and wait until it can serve. Raises `EngineShutdown` if it cannot."""
+        self._worker_id = worker_id
+        self._loop = asyncio.get_running_loop()
         try:
             defaults = generation_defaults(Path(self.config.model))
         except ConfigError as error:
@@ -117,8 +151,12 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         )
         self._client = CoreClient(client, listener)
         try:
+            if self._leaving:
+                self._client.abandon()
             ready = self._checked(await self._client.start())
         except CoreError as error:
+            if self._leaving:
+                raise EngineShutdown("this worker was told to end while it was loading") from None
             self._failure = f"the engine core cannot start: {error}"
             raise EngineShutdown(self._failure) from None
         self._ready = ready
@@ -150,6 +188,15 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
                 "another namespace or component"
             )
             raise EngineShutdown(self._failure)
+        if self.config.discovery_backend in LEASED:
+            watching = self._watch_registration(await endpoint.client())
+            self._registration_watch = asyncio.get_running_loop().create_task(watching)
+
+    async def _watch_registration(self, client: Any) -> None:
+        reason = await registration_lost(client, self._worker_id, self._around.watch)
+        if not self._leaving and self.failure is None:
+            self._failure = f"{reason}: nobody would send it requests"
+            self._on_failure(self._failure)
 
     def _registration(self, ready: Ready) -> EngineConfig:
         return EngineConfig(
@@ -275,6 +322,10 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         if stream.end is None:
             gone = stream.cancelled or running.context.is_stopped()
             return _cancelled(running.submit, stream.delivered) if gone else None
+        if stream.end.refused and self._draining:
+            running.ended = True
+            self._observations().refused.labels("shutdown").inc()
+            raise EngineShutdown(stream.end.message)
         if stream.end.refused:
             running.ended = True
             self._observations().refused.labels("capacity").inc()
@@ -282,6 +333,8 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             raise CannotConnect(stream.end.message)
         if stream.end.reason == "error":
             logger.error("request %s: %s", request_id, stream.end.message)
+            if stream.end.retryable:
+                raise CannotConnect(stream.end.message)
             raise Unknown(stream.end.message)
         return stream.end
 
@@ -294,11 +347,17 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
     async def cleanup(self) -> None:
         """Stop admission, let running requests end for up to `drain_timeout_s`, fail the rest, end the core.
 
+        What waits in the core fails at once, so that it can start elsewhere now and not after the drain.
+
         May be called on a backend that never started, and more than once.
         """
         self._draining = True
+        if self._registration_watch is not None:
+            self._registration_watch.cancel()
+            self._registration_watch = None
         if self._client is None:
             return
+        self._client.drain()
         try:
             await asyncio.wait_for(self._idle.wait(), self.config.drain_timeout_s)
         except TimeoutError:
@@ -344,7 +403,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             raise EngineShutdown("this worker shuts down" if self._draining else "this worker has not started")
 
     def _on_failure(self, reason: str) -> None:
-        logger.error("%s: its requests fail and this worker ends", reason)
+        logger.error("%s: this worker ends", reason)
         self._around.end_process()
 
     def _report_load(self, stats: Any) -> None:

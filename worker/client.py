@@ -20,6 +20,7 @@ import msgspec
 from engine.config import CoreConfig
 from engine.messages import (
     MAX_MESSAGE_BYTES,
+    Drain,
     Dropped,
     Failed,
     FromCore,
@@ -201,6 +202,18 @@ class CoreClient:
                 self._outbox.cancel(key)
             self._schedule_flush()
 
+    def drain(self) -> None:
+        """Have the core admit nothing more: what waits there is refused, what runs goes on."""
+        if self._serving:
+            self._flush()
+            self._send(Drain())
+
+    def abandon(self) -> None:
+        """Have `start` raise `CoreError` now. `stop` must follow."""
+        self._stopping = True
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(CoreError(STOPPING))
+
     async def stop(self) -> None:
         """End the core. May be called at any time and more than once.
 
@@ -208,9 +221,7 @@ class CoreClient:
         and is killed at once.
         """
         asked = self._serving
-        self._stopping = True
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(CoreError(STOPPING))
+        self.abandon()
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
@@ -256,7 +267,7 @@ class CoreClient:
             for message in self._outbox.take():
                 self._send(message)
 
-    def _send(self, message: Start | Requests | Stop) -> None:
+    def _send(self, message: Start | Requests | Drain | Stop) -> None:
         if self._endpoint is not None:
             self._endpoint.send(self._encoder.encode(message))
 

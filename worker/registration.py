@@ -3,6 +3,9 @@
 import asyncio
 import contextlib
 import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,12 @@ from worker.model import parsers
 
 PAGE_SIZE_KEY = "pagelane_kv_page_size"
 """Key of the registration's runtime data that holds the page size in decimal."""
+
+LEASED = ("etcd", "file")
+"""Discovery backends in which a registration lasts as long as a lease."""
+
+LEASE_S = 10.0
+"""How long Dynamo's lease on a registration lasts without being kept alive."""
 
 DISCOVERY_S = 0.25
 """How long to wait for what discovery knows of other workers; file discovery answers in a few milliseconds."""
@@ -61,6 +70,40 @@ def dynamo_config(config: WorkerConfig) -> DynamoConfig:
         enable_local_indexer=True,
         enable_kv_routing=config.enable_kv_events,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationWatch:
+    """How a worker looks whether it is still registered. Times in seconds."""
+
+    period_s: float = 0.5
+    lost_after_s: float = 3.0
+    """How long the registration may be missing: discovery may be slow, but what is gone does not come back."""
+    lease_s: float = LEASE_S
+    clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
+    """Runs on while the machine is suspended, as leases do."""
+
+
+async def registration_lost(client: Any, worker_id: int, watch: RegistrationWatch) -> str:
+    """Wait until worker `worker_id` can no longer be found through `client`, Dynamo's of its endpoint. Returns why.
+
+    Dynamo never registers a worker again whose lease has run out (1.6.1, seen): it would live on and serve nothing.
+    """
+    seen = False
+    missing_since: float | None = None
+    looked = watch.clock()
+    while True:
+        await asyncio.sleep(watch.period_s)
+        now = watch.clock()
+        if now - looked > watch.lease_s:
+            return f"this worker stood still for {now - looked:.0f} s and its lease lasts {watch.lease_s:g} s"
+        looked = now
+        if worker_id in client.instance_ids():
+            seen, missing_since = True, None
+        elif seen:
+            missing_since = now if missing_since is None else missing_since
+            if now - missing_since >= watch.lost_after_s:
+                return "the registration of this worker has gone from discovery"
 
 
 async def other_page_size(endpoint: Any, page_size: int) -> int | None:

@@ -1,6 +1,7 @@
 """Runs a backend under Dynamo's Worker, and turns what can go wrong at the start into one line and an exit code."""
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,14 @@ def check_system_port(environ: Mapping[str, str]) -> None:
             ) from None
 
 
+def tell_of_signals(backend: Backend) -> None:
+    """Let `backend` know of the signals that end this process, before Dynamo takes them over: its handlers call those
+    that they find.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: backend.leave())
+
+
 def check_texts(config: WorkerConfig, dynamo: DynamoConfig) -> None:
     """Refuse what the frontend would need to turn text into tokens and back and does not have.
 
@@ -99,9 +108,12 @@ def _serve(config: WorkerConfig, around: Surroundings | None) -> int:
     except (ValueError, OSError) as error:
         raise StartError(str(error)) from None
     backend = Backend(config, around)
+    tell_of_signals(backend)
     try:
         uvloop.run(Worker(backend, dynamo).run())
     except Exception as error:
+        if backend.leaving and backend.failure is None:
+            return 0
         raise StartError(backend.failure or str(error)) from error
     if backend.failure is not None:
         raise StartError(backend.failure)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from worker import registration
 from worker.backend import Backend, Surroundings
 from worker.config import WorkerConfig
 from worker.publish import LoadReporter
-from worker.registration import PAGE_SIZE_KEY, other_page_size, served_name
+from worker.registration import PAGE_SIZE_KEY, RegistrationWatch, other_page_size, served_name
 
 FAKE_CORE = str(Path(__file__).parents[1] / "fake_core.py")
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture")
@@ -460,6 +461,63 @@ async def test_what_outlasts_the_drain_fails_so_that_it_can_migrate(model):
             await running
 
 
+async def test_what_waits_when_the_drain_begins_fails_at_once_and_what_runs_goes_on(model):
+    async with started(model, "--step-s", "0.02", max_bucket=1, drain_timeout_s=5) as (backend, _):
+        running = asyncio.create_task(collect(backend, request(max_tokens=40)))
+        await until(lambda: backend._client.stats.active == 1)
+        waiting = asyncio.create_task(collect(backend, request(max_tokens=3)))
+        await until(lambda: backend._client.stats.waiting == 1)
+        drain = asyncio.create_task(backend.cleanup())
+        with pytest.raises(EngineShutdown, match="admits no more"):
+            await asyncio.wait_for(waiting, 2)
+        assert not running.done()
+        check_stream(await running)
+        await drain
+
+
+async def test_a_failed_step_may_be_tried_elsewhere(model):
+    async with started(model, "--error-token", "5", "--retryable") as (backend, _):
+        with pytest.raises(CannotConnect, match="the step failed"):
+            await collect(backend, request())
+        assert counted(backend) == {"error": 1}
+
+
+@pytest.mark.parametrize("told", ["before", "while"])
+async def test_a_worker_that_is_told_to_end_while_it_loads_does_so_at_once(model, told):
+    backend = make(model, "--load-s", "600")
+    if told == "before":
+        backend.leave()
+    start = asyncio.create_task(backend.start(7))
+    await asyncio.sleep(0.2)
+    if told == "while":
+        assert not start.done()
+        backend.leave()
+    with pytest.raises(EngineShutdown, match="told to end"):
+        await asyncio.wait_for(start, 2)
+    assert (backend.failure, backend.leaving) == (None, True)
+    await asyncio.wait_for(backend.cleanup(), 2)
+
+
+@pytest.mark.parametrize("told", [False, True])
+async def test_a_worker_whose_registration_is_gone_drains_and_fails_unless_it_was_told_to_end(model, told):
+    recorder = Recorder()
+    async with started(model, "--step-s", "0.01", recorder=recorder, discovery_backend="file") as (backend, _):
+        backend._around = dataclasses.replace(backend._around, watch=RegistrationWatch(0.01, 0.05))
+        discovery = Discovery(16)
+        await backend.on_endpoint_ready(discovery)
+        running = asyncio.create_task(collect(backend, request(max_tokens=50)))
+        await until(lambda: backend._client.stats.active == 1)
+        if told:
+            backend.leave()
+        discovery.registered = []
+        await until(lambda: recorder.ends == 1 or (told and running.done()))
+        check_stream(await running)
+        assert (recorder.ends, backend.failure is None) == ((0, True) if told else (1, False))
+        if not told:
+            with pytest.raises(EngineShutdown, match="gone from discovery"):
+                await collect(backend, request())
+
+
 async def test_cleanup_is_possible_at_any_time_and_twice(model):
     never = make(model)
     await never.cleanup()
@@ -476,9 +534,13 @@ class Discovery:
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes
+        self.registered = [7]
 
     async def client(self):
         return self
+
+    def instance_ids(self):
+        return self.registered
 
     async def wait_for_instances_by_runtime_data(self, key, value, min_count, timeout_s):
         assert (key, min_count) == (PAGE_SIZE_KEY, 1)
