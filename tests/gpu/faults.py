@@ -1,8 +1,7 @@
 """Planted faults: each makes one thing wrong in one way, and the gate must go red for it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import pairwise
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -12,18 +11,43 @@ from engine.cuda import attention_plan
 from engine.cuda.attention import FlashInferAttention
 from engine.cuda.decoder import FusedOps
 from engine.cuda.inputs import StepInputs
+from engine.cuda.xqa import XqaDecode
 
-Fault = Callable[[], Any]
+Fault = Callable[[], AbstractContextManager[Any]]
 
 
-def _after_derive(change: Callable[[StepInputs, int], None]) -> Any:
-    right = StepInputs.derive
+@contextmanager
+def _after_derive(change: Callable[[StepInputs, int], None]) -> Iterator[None]:
+    """Change what the head of the step wrote. XQA, which reads the block table, is given the changed lists instead.
+
+    Changes ask the device nothing, so that they may be captured in a graph.
+    """
+    right, run = StepInputs.derive, XqaDecode.run
+    steps: list[StepInputs] = []
 
     def wrong(self: StepInputs, decode_rows: int) -> None:
         right(self, decode_rows)
         change(self, decode_rows)
+        steps[:] = [self]
 
-    return patch.object(StepInputs, "derive", wrong)
+    def begin(self: XqaDecode, block_table: torch.Tensor, row_slots: torch.Tensor) -> None:
+        device, rows = steps[0].device, len(row_slots)
+        columns = torch.arange(block_table.shape[1], device=block_table.device)
+        places = device["page_indptr"][:rows, None] + columns
+        self._table[:rows] = device["page_indices"][places.clamp(max=len(device["page_indices"]) - 1)]
+
+    def run_listed(self: XqaDecode, *call: Any) -> None:
+        queries, kv, lengths, out, pdl = call
+        device, rows, page_size = steps[0].device, len(lengths), kv[0].shape[1]
+        pages = device["page_indptr"][: rows + 1].diff()
+        run(self, queries, kv, (pages - 1) * page_size + device["last_page_len"][:rows], out, pdl)
+
+    with (
+        patch.object(StepInputs, "derive", wrong),
+        patch.object(XqaDecode, "begin", begin),
+        patch.object(XqaDecode, "run", run_listed),
+    ):
+        yield
 
 
 def last_page_short() -> Any:
@@ -45,11 +69,12 @@ def two_pages_swapped() -> Any:
     """The first two pages of the first row with that many."""
 
     def change(inputs: StepInputs, _: int) -> None:
-        ends = inputs.device["page_indptr"][: inputs.rows + 1].tolist()
-        for first, end in pairwise(ends):
-            if end - first > 2:
-                listed = inputs.device["page_indices"]
-                listed[first : first + 2] = listed[first : first + 2].flip(0)
+        ends, listed = inputs.device["page_indptr"][: inputs.rows + 1].long(), inputs.device["page_indices"]
+        row = (ends.diff() > 2).int().argmax()
+        first = ends.gather(0, row[None])
+        second = first + (ends.diff().gather(0, row[None]) > 2)
+        here, there = torch.cat((first, second)), torch.cat((second, first))
+        listed[here] = listed[there]
 
     return _after_derive(change)
 

@@ -10,6 +10,7 @@ to the lane's type, and text in place of random tokens.
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -228,10 +229,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--quick", action="store_true", help="14 prompts instead of 50")
     parser.add_argument("--no-faults", action="store_true")
+    parser.add_argument("--no-xqa", action="store_true", help="decode rows on FA2 alone")
     arguments = parser.parse_args()
     dtype = DTYPES[arguments.dtype]
     names = [*arguments.shapes, *([arguments.model.stem] if arguments.model else [])]
-    results = Results("-".join(["gate", *names, *([arguments.dtype] if dtype == torch.float16 else [])]))
+    marks = [*([arguments.dtype] if dtype == torch.float16 else []), *(["no-xqa"] if arguments.no_xqa else [])]
+    results = Results("-".join(["gate", *names, *marks]))
     for name in names:
         with results.part(f"{name}: all"), tempfile.TemporaryDirectory() as folder:
             known = name in arguments.shapes
@@ -239,6 +242,7 @@ def main() -> None:
                 gate = drawn(results, name, Path(folder), dtype, arguments.quick)
             else:
                 gate = real(results, arguments.model, dtype, arguments.quick)
+            gate.subject = replace(gate.subject, xqa=not arguments.no_xqa)
             run(gate, known, not arguments.no_faults)
             del gate
         torch.cuda.empty_cache()

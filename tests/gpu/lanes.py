@@ -37,6 +37,8 @@ class Subject:
     load: Loader
     dtype: torch.dtype = torch.bfloat16
     context_limit: int = 8400
+    xqa: bool = True
+    """False computes on FA2 what policy gives to XQA."""
 
 
 def build(
@@ -59,7 +61,7 @@ def build(
         context_limit=subject.context_limit,
     )
     model = load_model_config(subject.directory)
-    made = prepare(config, model, subject.dtype, torch.device("cuda", 0), subject.load)
+    made = prepare(config, model, subject.dtype, torch.device("cuda", 0), subject.load, xqa=subject.xqa)
     cache = made.cache(kv_tokens // page_size + 1)
     return TestLane(made.executor(cache), made.geometry)
 

@@ -21,6 +21,7 @@ from engine.plan import PlanCapacity
 from engine.step import Chunk, RowStart, StepPlan
 from kv.table import TableUpdate
 from tests.cuda_on_cpu import GatheringAttention
+from tests.gpu import faults
 
 STEP = PlanCapacity(
     max_bucket=6, max_step_tokens=64, context_limit=200, page_size=16, heads=8, kv_heads=2, head_dim=128
@@ -139,6 +140,19 @@ def test_uneven_rows_and_a_lane_without_xqa_run_on_fa2() -> None:
     table = [*pages_of(4, *range(1, 13)), *pages_of(1, 20)]
     assert Lane().step({4: 190, 1: 3}, [], table) == ["fa2"]
     assert Lane(replace(CAPACITY, xqa=False)).step({4: 40, 1: 3}, [], table) == ["fa2"]
+
+
+@pytest.mark.parametrize("fault", [faults.last_page_short, faults.two_pages_swapped, faults.page_of_another_row])
+def test_a_fault_planted_in_the_page_lists_reaches_xqa(fault: faults.Fault) -> None:
+    """`Lane.step` compares with attention over the changed lists, so without the fault in XQA they would differ."""
+    lane = Lane()
+    table = [*pages_of(4, 7, 3, 12), *pages_of(1, 9, 30)]
+    assert lane.step({1: 31, 4: 40}, [], table) == ["xqa"]
+    clean = lane.inputs.device["page_indices"][:5].tolist(), lane.inputs.device["last_page_len"][:2].tolist()
+    with faults.planted(fault):
+        assert lane.step({1: 31, 4: 40}, [], []) == ["xqa"]
+    changed = lane.inputs.device["page_indices"][:5].tolist(), lane.inputs.device["last_page_len"][:2].tolist()
+    assert changed != clean
 
 
 @dataclass
