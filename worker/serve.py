@@ -12,7 +12,7 @@ from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.common.backend.worker import Worker
 from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
 
-from engine.models.folder import has_chat_template
+from engine.models.chat_template import check_template_file, has_chat_template
 from worker.backend import Backend, Surroundings
 from worker.config import MAX_SYSTEM_PORT, ConfigError, WorkerConfig
 from worker.flags import HelpRequested, load_config
@@ -81,7 +81,9 @@ def check_texts(config: WorkerConfig, dynamo: DynamoConfig) -> None:
     ):
         if value is not None and value not in known:
             raise ConfigError(f"{key} is {value!r}, but Dynamo knows {', '.join(sorted(known))}, and null is none")
-    if "chat" in config.endpoint_types and not config.custom_jinja_template:
+    if config.custom_jinja_template:
+        check_template_file(Path(config.custom_jinja_template).resolve())
+    elif "chat" in config.endpoint_types:
         directory = Path(dynamo.model_name)
         if not has_chat_template(directory):
             raise ConfigError(

@@ -13,7 +13,7 @@ MIB = 1 << 20
 SIZE_LIMITS = {
     "config.json": MIB,
     "generation_config.json": MIB,
-    "chat_template.jinja": MIB,
+    "chat_template.jinja": MIB >> 2,
     "chat_template.json": MIB,
     "special_tokens_map.json": 4 * MIB,
     "added_tokens.json": 16 * MIB,

@@ -1,5 +1,6 @@
 """Reads the weights of a model directory from safetensors, checked against the configuration."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ def _stored(directory: Path) -> dict[str, _Stored]:
 def _inside(directory: Path, name: str, index: Path | None = None) -> Path:
     """The file `name` of `directory`; names with a path and links that lead elsewhere are refused."""
     path = directory / name
-    if Path(name).name != name or not name.endswith(".safetensors"):
+    if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable():
         raise ModelError(f"{index}: shard {name!r} is not a plain file name that ends in .safetensors")
     if not path.is_file():
         hint = "" if index else f"; a model directory holds {SINGLE_FILE} or {INDEX_FILE}"
@@ -144,7 +145,7 @@ def _tensors_of(path: Path) -> dict[str, _Stored]:
             shape, kind = tuple(piece.get_shape()), piece.get_dtype()
             if kind not in _STORED_BYTES:
                 raise ModelError(f"{path}: {name} is of type {kind}; supported: {', '.join(_STORED_BYTES)}")
-            tensors[name] = _Stored(path, shape, torch.Size(shape).numel() * _STORED_BYTES[kind])
+            tensors[name] = _Stored(path, shape, math.prod(shape) * _STORED_BYTES[kind])
     return tensors
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.models.chat_template import has_chat_template
 from engine.models.files import ModelError
-from engine.models.folder import has_chat_template
 from engine.models.resolve import resolve_model
 from tests.models import tiny_model
 from worker.config import ConfigError
