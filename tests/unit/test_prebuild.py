@@ -141,6 +141,8 @@ def test_needs_follow_model_and_architecture(model: Path) -> None:
     assert (ampere.sm90, ampere.xqa, ampere.page_size) == (False, False, 16)
     odd = needs_of(replace(shape, heads=56), CoreConfig(model=str(model), dtype="float16"), "9.0a")
     assert (odd.sm90, odd.xqa, odd.dtype) == (True, False, "float16")
+    small = needs_of(replace(shape, heads=9, kv_heads=3, head_dim=64), core, "9.0a")
+    assert small == ModuleNeeds(head_dim=64, group=3, page_size=16, dtype="bfloat16", sm90=True, xqa=False)
     for arch in ("sm_90", "9", "9.0a 8.0", ""):
         with pytest.raises(PrebuildError, match="must be one architecture"):
             needs_of(shape, core, arch)
