@@ -26,7 +26,7 @@ def penalize(logits: Array, prompt: Array, outputs: Array, sampling: Sampling) -
     if repetition != 1.0:
         seen = np.unique(np.concatenate((prompt, outputs)))
         values = logits[seen]
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             values = np.where(values > 0, values / repetition, values * repetition)
         logits[seen] = np.clip(values, -_LARGEST, _LARGEST)
     if sampling.frequency_penalty or sampling.presence_penalty:

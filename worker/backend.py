@@ -19,9 +19,10 @@ from dynamo.common.backend.publisher import PushSource
 from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
 from dynamo.llm.exceptions import CannotConnect, DynamoException, EngineShutdown, InvalidArgument, Unknown
 
-from engine.messages import Finished, Ready, Submit
+from engine.messages import Finished, Logprobs, Ready, Sampling, Submit
 from kv.hashing import Blake2bHasher
 from worker import convert, metrics
+from worker.chunks import Chunk, final_chunk, prompt_logprobs, token_chunk, usage
 from worker.client import CORE_COMMAND, ClientConfig, CoreClient, CoreError, Listener
 from worker.config import ConfigError, WorkerConfig
 from worker.flags import load_config
@@ -40,8 +41,6 @@ from worker.registration import (
 from worker.stream import Stream
 
 logger = logging.getLogger("pagelane")
-
-Chunk = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +139,6 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         except ConfigError as error:
             self._failure = str(error)
             raise EngineShutdown(self._failure) from None
-        for request in defaults.unserved:
-            logger.warning("generation_config.json asks for %s, which is not served and is left out", request)
         listener = Listener(self._relay.publish, self._report_load, self._on_failure)
         client = ClientConfig(
             self.config.core(),
@@ -160,15 +157,22 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             self._failure = f"the engine core cannot start: {error}"
             raise EngineShutdown(self._failure) from None
         self._ready = ready
-        self._served = convert.ServedModel(
-            ready.vocab_size, ready.servable_length, self.config.default_max_tokens, defaults.sampling
-        )
+        self._served = self._model(ready, defaults)
         self._load = LoadReporter(ready.usable_pages, self.config.load_publish_interval_s, self._around.clock)
         self._load_timer = asyncio.get_running_loop().create_task(self._report_regularly())
         sources = metrics.Sources(lambda: self._live_client().stats, ready, self._published)
         self._registry, self._observed = metrics.build_registry(sources)
         logger.info("worker %x: %s", worker_id, ready.load_line)
         return self._registration(ready)
+
+    def _model(self, ready: Ready, defaults: Sampling) -> convert.ServedModel:
+        honoured = frozenset(ready.parameters)
+        sampling, unserved = convert.without_unhonoured(defaults, honoured)
+        for name in unserved:
+            logger.warning("generation_config.json asks for %s, which this device does not serve: it is left out", name)
+        return convert.ServedModel(
+            ready.vocab_size, ready.servable_length, self.config.default_max_tokens, sampling, honoured
+        )
 
     def _checked(self, ready: Ready) -> Ready:
         if ready.hasher != self._hasher.fingerprint:
@@ -228,7 +232,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             submit = self._admitted(request, context)
             if context.is_stopped():
                 self._observations().finished.labels("cancelled").inc()
-                yield convert.final_chunk([], _cancelled(submit, 0))
+                yield final_chunk([], _cancelled(submit, 0, 0))
                 return
             running = self._enter(submit, context, arrived)
             try:
@@ -296,9 +300,9 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             self._observe(running, len(tokens))
         end = self._end_of(running)
         if end is None:
-            return convert.token_chunk(tokens) if tokens else None
+            return _token_chunk(running, tokens) if tokens else None
         self._end(running, end.reason)
-        return convert.final_chunk(tokens, end)
+        return final_chunk(tokens, end, running.stream.take_logprobs(), _prompt_logprobs(running))
 
     def _end(self, running: _Running, reason: str) -> None:
         """Count a request's end; only the first time, so that each request has one reason."""
@@ -321,7 +325,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             raise EngineShutdown(stream.error)
         if stream.end is None:
             gone = stream.cancelled or running.context.is_stopped()
-            return _cancelled(running.submit, stream.delivered) if gone else None
+            return _cancelled(running.submit, stream.delivered, stream.cached_tokens) if gone else None
         if stream.end.refused and self._draining:
             running.ended = True
             self._observations().refused.labels("shutdown").inc()
@@ -394,7 +398,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
 
     def _probe_chunk(self) -> Chunk:
         self._refuse_if_going()
-        return convert.final_chunk([], Finished(0, "stop", 1, 0, 0))
+        return final_chunk([], Finished(0, "stop", 1, 0, 0))
 
     def _refuse_if_going(self) -> None:
         if self.failure is not None:
@@ -434,5 +438,24 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         return self._observed
 
 
-def _cancelled(submit: Submit, delivered: int) -> Finished:
-    return Finished(submit.key, "cancelled", len(submit.prompt) // 4, delivered, 0)
+def _cancelled(submit: Submit, delivered: int, cached_tokens: int) -> Finished:
+    return Finished(submit.key, "cancelled", len(submit.prompt) // 4, delivered, cached_tokens)
+
+
+def _token_chunk(running: _Running, tokens: list[int]) -> Chunk:
+    """The first one says what the request has used, for a client that stops early: a stop string that the frontend
+    finds cancels the request, and the last chunk never arrives.
+    """
+    stream = running.stream
+    chunk = token_chunk(tokens, stream.take_logprobs())
+    if stream.delivered == len(tokens):
+        chunk["completion_usage"] = usage(len(running.submit.prompt) // 4, stream.delivered, stream.cached_tokens)
+    return chunk
+
+
+def _prompt_logprobs(running: _Running) -> list[dict[str, Any] | None] | None:
+    """None if they were not asked for, or if the request has ended before its prompt was computed."""
+    submit, scored = running.submit, running.stream.prompt_logprobs or Logprobs(b"")
+    if submit.sampling.prompt_logprobs is None or scored.tokens < len(submit.prompt) // 4 - 1:
+        return None
+    return prompt_logprobs(submit.prompt, scored)

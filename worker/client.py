@@ -313,6 +313,7 @@ class CoreClient:
                 stream.tokens.append(token)
                 stream.delivered += 1
                 woken[key] = stream
+        self._take_rarities(step)
         for end in step.finished:
             stream = streams.pop(end.key, None)
             if stream is not None:
@@ -323,6 +324,18 @@ class CoreClient:
         self._take_stats(step.stats)
         for stream in woken.values():
             stream.wake()
+
+    def _take_rarities(self, step: StepOutput) -> None:
+        """What most steps have nothing of. None of it is worth waking a stream."""
+        for key, cached in step.cached.items():
+            if key in self._streams:
+                self._streams[key].cached_tokens = cached
+        for key, logprobs in step.logprobs.items():
+            if key in self._streams:
+                self._streams[key].add_logprobs(logprobs)
+        for key, logprobs in step.prompt_logprobs.items():
+            if key in self._streams:
+                self._streams[key].add_prompt_logprobs(logprobs)
 
     def _end_unanswered(self, reason: str) -> None:
         """The core could not read a message: requests of which it has said nothing may have stood in it."""

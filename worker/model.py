@@ -1,6 +1,5 @@
 """What the worker reads of a model directory: sampling defaults, the model's family, a token for the health probe."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -8,10 +7,16 @@ import msgspec
 from dynamo.llm.exceptions import InvalidArgument
 
 from engine.messages import Sampling
+from engine.models.files import ModelError, read_json
 from worker.config import ConfigError
 from worker.convert import to_sampling
 
-PARSERS = {"qwen3": ("hermes", "qwen3"), "qwen3_moe": ("hermes", "qwen3")}
+PARSERS: dict[str, tuple[str | None, str | None]] = {
+    "qwen2": ("hermes", None),
+    "qwen3": ("hermes", "qwen3"),
+    "qwen3_moe": ("hermes", "qwen3"),
+    "mistral": ("mistral", None),
+}
 """By `model_type` of config.json: Dynamo's parsers of tool calls and of reasoning. Other families get none."""
 
 
@@ -33,15 +38,7 @@ class _ModelConfig(msgspec.Struct, frozen=True):
     model_type: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """Sampling of requests that do not say, and what the file asks for that is not served."""
-
-    sampling: Sampling
-    unserved: tuple[str, ...]
-
-
-def generation_defaults(directory: Path) -> GenerationDefaults:
+def generation_defaults(directory: Path) -> Sampling:
     """Defaults from generation_config.json, field by field as vLLM takes them; a missing temperature is OpenAI's 1.
 
     `do_sample: false` is the author's word that the model is meant to be greedy: temperature 0. A missing file is no
@@ -55,9 +52,7 @@ def generation_defaults(directory: Path) -> GenerationDefaults:
         raise ConfigError(f"{path}: {error}; correct the file") from None
     if file.do_sample is False:
         sampling = msgspec.structs.replace(sampling, temperature=0.0)
-    penalty = file.repetition_penalty
-    unserved = () if penalty is None or penalty == 1.0 else (f"repetition_penalty {penalty:g}",)
-    return GenerationDefaults(sampling, unserved)
+    return sampling
 
 
 def parsers(directory: Path) -> tuple[str | None, str | None]:
@@ -66,9 +61,9 @@ def parsers(directory: Path) -> tuple[str | None, str | None]:
 
 
 def _read(path: Path, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
+    if not path.exists() and not path.is_symlink():
         return kind()
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+    try:
+        return read_json(path, kind)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None

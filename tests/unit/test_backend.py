@@ -374,7 +374,7 @@ async def test_a_failed_step_and_a_bug_of_ours_are_not_the_clients_fault(model, 
                 await collect(backend, request())
         assert counted(backend) == {"error": 2}
         with monkeypatch.context() as broken:
-            broken.setattr(backend_module.convert, "token_chunk", lambda *_: int("no number"))
+            broken.setattr(backend_module, "token_chunk", lambda *_: int("no number"))
             with pytest.raises(Unknown, match="internal error"):
                 await collect(backend, request((1, 500), 3))
         assert counted(backend) == {"error": 3}

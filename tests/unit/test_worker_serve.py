@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from engine.messages import Sampling
 from worker import cli, serve
 from worker.config import ConfigError
 from worker.local import PORTS, free_port
@@ -90,15 +91,13 @@ def test_an_unknown_command_prints_the_usage(capsys, argv):
 def test_sampling_defaults_come_from_the_models_file(tmp_path, file, expected):
     if file is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(file))
-    sampling = generation_defaults(tmp_path).sampling
+    sampling = generation_defaults(tmp_path)
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == expected
 
 
-def test_what_the_file_asks_for_and_is_not_served_is_named(tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.1}))
-    assert generation_defaults(tmp_path).unserved == ("repetition_penalty 1.1",)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.0}))
-    assert generation_defaults(tmp_path).unserved == ()
+def test_the_repetition_penalty_comes_from_the_models_file(tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.1, "do_sample": False}))
+    assert generation_defaults(tmp_path) == Sampling(repetition_penalty=1.1)
 
 
 @pytest.mark.parametrize("text", ["{", '{"temperature": "hot"}', "[]"])
