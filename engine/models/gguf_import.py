@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.files import ModelError
 from engine.models.gguf_config import generation_config, model_config
+from engine.models.gguf_header import check_header
 from engine.models.gguf_tokenizer import write_tokenizer
 from engine.models.progress import Progress
 from engine.models.shapes import EMBEDDING, HEAD, SINGLE_FILE, weight_shapes
@@ -159,10 +160,13 @@ def _open(path: Path) -> _Gguf:
     except ImportError as error:
         raise ModelError(f"{path}: importing GGUF files needs {error.name}; pip install 'pagelane[demo]'") from None
     try:
+        check_header(path)
         reader = gguf.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    except ModelError:
+        raise
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
         size = path.stat().st_size
         raise ModelError(f"{path}: not a complete GGUF file ({size} bytes): {' '.join(str(error).split())}") from None

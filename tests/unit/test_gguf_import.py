@@ -1,9 +1,11 @@
 """GGUF import: transformers is the oracle of the weights; configuration, cache, and what is refused."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -334,3 +336,61 @@ def test_the_demo_is_found_without_importing_its_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'pagelane\[demo\]'"):
         demo_model_path()
+
+
+# --- files that were made to harm ---
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def head(tensors: int, keys: int) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, keys)
+
+
+ARRAY, STRING, UINT32, UINT8 = 9, 8, 4, 0
+MATRIX = head(1, 0) + text("token_embd.weight")
+HARMFUL = [
+    (head(0, 1) + text("a") + struct.pack("<IIQ", ARRAY, UINT32, 1 << 40), r"at key 'a': 1099511627776 values are ann"),
+    (head(0, 1) + text("a") + struct.pack("<IIQ", ARRAY, UINT8, 1 << 63), r"at key 'a': \d+ values are announced, but"),
+    (
+        head(0, 1) + text("a") + struct.pack("<IIQ", ARRAY, STRING, 1 << 40),
+        r"at key 'a': 1099511627776 texts are announ",
+    ),
+    (head(0, 1) + text("a") + struct.pack("<IIQ", ARRAY, ARRAY, 1), r"at key 'a': a value is of type 9; supported"),
+    (head(0, 1) + text("a") + struct.pack("<I", 77), r"at key 'a': a value is of type 77"),
+    (head(0, 1 << 60), r"1152921504606846976 keys are announced, but only 64 bytes are left"),
+    (head(1 << 60, 0), r"1152921504606846976 tensors are announced, but only 72 bytes are left"),
+    (head(0, 1) + struct.pack("<Q", 1 << 62), r"a key has 4611686018427387904 bytes, but only 64 are left"),
+    (MATRIX + struct.pack("<I", 1 << 30), r"it has 1073741824 dimensions, but at most 4"),
+    (MATRIX + struct.pack("<IQQIQ", 2, 1 << 40, 1 << 40, 0, 0), r"not a complete GGUF file"),
+    (MATRIX + struct.pack("<IQQIQ", 2, 4, 4, 999, 0), r"not a complete GGUF file"),
+    (MATRIX + struct.pack("<IQQIQ", 2, 4, 4, 0, 1 << 62), r"not a complete GGUF file"),
+    (head(0, 1) + text("general.alignment") + struct.pack("<II", UINT32, 0), r"not a complete GGUF file"),
+    (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), r"its version is 50331648; supported: 2 and 3, little-endian"),
+    (b"PK\x03\x04", r"it does not begin with GGUF"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(HARMFUL)))
+def test_counts_that_the_file_cannot_hold_are_refused_at_once(tmp_path, case):
+    content, message = HARMFUL[case]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content + b"\0" * 64)
+    with pytest.raises(ModelError, match=message) as caught:
+        import_gguf(path, tmp_path / "out")
+    assert str(caught.value).isprintable()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_any_changed_byte_of_the_head_is_imported_or_refused(tmp_path, tiny):
+    content = write_gguf(tmp_path / "m.gguf", tiny).read_bytes()
+    random = np.random.default_rng(11)
+    for turn in range(300 if "PAGELANE_LONG_PROPERTY_TESTS" in os.environ else 20):
+        changed = bytearray(content)
+        changed[random.integers(7000)] ^= 1 << random.integers(8)
+        path = tmp_path / f"{turn}.gguf"
+        path.write_bytes(changed)
+        with contextlib.suppress(ModelError):
+            import_gguf(path, tmp_path / f"out-{turn}")
