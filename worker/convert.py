@@ -221,4 +221,5 @@ def _refuse_unserved(options: Mapping[str, Any], known: Group) -> None:
 
 
 def _same(value: Any, accepted: Any) -> bool:
-    return isinstance(value, bool) is isinstance(accepted, bool) and bool(value == accepted)
+    plain = isinstance(value, str | int | float | list | dict)  # others may compare to anything, or raise
+    return plain and isinstance(value, bool) is isinstance(accepted, bool) and bool(value == accepted)
