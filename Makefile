@@ -9,7 +9,7 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
 # Wheels that the machine offers (a CPU build of torch, for instance) are taken before anything is downloaded.
 LINKS := $(if $(PIP_FIND_LINKS),$(foreach d,$(PIP_FIND_LINKS),--find-links $(d)))
 
-.PHONY: setup up test lint property bench clean
+.PHONY: setup up test test-faults soak lint property bench clean
 
 setup: $(VENV)/.ready
 
@@ -29,7 +29,15 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not speed"
+	$(BIN)/python -m pytest -m "not speed and not faults"
+
+# Real frontends and workers that are drained, killed, stopped, flooded and broken: some minutes.
+test-faults: setup
+	$(BIN)/python -m pytest -m "faults and not soak" tests/faults
+
+# Their long forms: about an hour.
+soak: setup
+	$(BIN)/python -m pytest -m soak --timeout 7200 -s tests/faults
 
 # The long form of the property tests: some minutes.
 property: setup

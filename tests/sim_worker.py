@@ -5,38 +5,58 @@ What it publishes is also written down, one JSON line an event, in `DIRECTORY/<p
 
 import argparse
 import json
+import mmap
 import os
+import resource
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests import sim_core
 from worker import backend
 from worker.backend import Surroundings
 from worker.publish import EventRelay
-from worker.serve import main
+from worker.serve import run as serve
+
+LOG_BYTES = 1 << 25
+
+
+class Log:
+    """Lines in a mapped file of a fixed size, zeros behind them: it can be written while the disk is full."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("w+b") as file:
+            file.truncate(LOG_BYTES)
+            self._memory = mmap.mmap(file.fileno(), LOG_BYTES)
+
+    def add(self, line: str) -> None:
+        self._memory.write(line.encode() + b"\n")
 
 
 def relay_to(path: Path) -> type[EventRelay]:
     """An `EventRelay` that also writes down what Dynamo's publisher has taken."""
+    log = Log(path)
 
     class Recorded(EventRelay):
         def _publish(self, publisher: Any, event: Any) -> None:
             super()._publish(publisher, event)
-            with path.open("a") as file:
-                file.write(json.dumps([type(event).__name__, event.hashes]) + "\n")
+            log.add(json.dumps([type(event).__name__, event.hashes]))
 
     return Recorded
 
 
-def run(argv: list[str]) -> int:
+def run(argv: list[str]) -> NoReturn:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     sim_core.add_options(parser)
+    parser.add_argument("--sim-full-disk", action="store_true", help="no file can be written from the start")
     options, flags = parser.parse_known_args(argv)
+    full_disk = vars(options).pop("sim_full_disk")
     words = [word for key, value in vars(options).items() for word in (f"--{key.replace('_', '-')}", str(value))]
     backend.EventRelay = relay_to(Path(options.sim_directory) / f"{os.getpid()}.events")
-    return main(flags, Surroundings(core_command=(sys.executable, "-m", "tests.sim_core", *words)))
+    if full_disk:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    serve(flags, Surroundings(core_command=(sys.executable, "-m", "tests.sim_core", *words)))
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    run(sys.argv[1:])

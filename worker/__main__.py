@@ -2,7 +2,7 @@
 
 import sys
 
-from worker.serve import main
+from worker.serve import run
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(sys.argv[1:])

@@ -17,6 +17,10 @@ pagelane up --help and pagelane worker --help list all settings."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code: 0, 1 for a failure, 2 for a command line that cannot be used."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and words[:1] == ["worker"]:
+        from worker.serve import run
+
+        run(words[1:])
     commands: dict[str, Callable[[list[str]], int]] = {
         "up": _up,
         "worker": _worker,

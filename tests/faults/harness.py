@@ -46,7 +46,7 @@ class SimStack(Stack):
         self.sim_directory = directory
         command = (sys.executable, "-m", "tests.sim_worker", "--sim-directory", str(directory), *sim)
         super().__init__(
-            *("--model", str(model), "--max-bucket", "16", "--step-record-dir", str(directory / "records")),
+            *("--model", str(model), "--max-bucket", "64", "--step-record-dir", str(directory / "records")),
             *flags,
             worker_command=command,
             environment={**QUICK_STOP, "PYTHONPATH": str(ROOT), **(environment or {})},
@@ -67,7 +67,7 @@ class SimStack(Stack):
     def published(self, pid: int) -> set[int]:
         """Block hashes that the worker with this process id has announced and not withdrawn."""
         path = self.sim_directory / f"{pid}.events"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_bytes().rstrip(b"\0").splitlines() if path.exists() else []
         kinds = {"Stored": lambda hashes: Stored(hashes, None, b""), "Removed": Removed}
         return set(replay(kinds[kind](hashes) for kind, hashes in map(json.loads, lines)))
 
@@ -122,6 +122,12 @@ class Load:
         task = asyncio.create_task(api.complete(list(tokens), stream, max_tokens=max_tokens, ignore_eos=True))
         task.add_done_callback(lambda _: self.ended.append(time.monotonic()))
         self.tasks.append(task)
+
+    async def drop(self) -> None:
+        """Disconnect what has not ended."""
+        for task in self.tasks:
+            task.cancel()
+        await self.replies()
 
     async def replies(self) -> list[Reply | BaseException]:
         """Everything that came back, in the order of asking."""
@@ -211,9 +217,12 @@ async def under_load(stack: SimStack, max_tokens: int = 150) -> AsyncIterator[Lo
     """`STREAMS` streams that all workers are at work on; afterwards none may be lost."""
     async with client(stack) as api:
         load = streams(api, max_tokens=max_tokens)
-        await busy(stack, active=4)
-        yield load
-        assert await load.lost() == []
+        try:
+            await busy(stack, active=4)
+            yield load
+            assert await load.lost() == []
+        finally:
+            await load.drop()
 
 
 async def recovery_s(stack: SimStack, since: float) -> float:
