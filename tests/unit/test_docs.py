@@ -34,6 +34,11 @@ def test_keys_that_the_pages_name_are_keys():
     keys = set(WorkerConfig.__struct_fields__)
     for page in PAGES:
         for name in re.findall(r"`((?:max|min|kv|drain|default|priority|itl)_[a-z_]+)`", page.read_text()):
-            assert name in keys | {"max_tokens", "min_tokens", "max_context", "max_pages", "min_p"}, (
-                f"{page.name}: {name}"
-            )
+            assert name in keys | {
+                "max_tokens",
+                "min_tokens",
+                "max_context",
+                "max_pages",
+                "min_p",
+                "max_position_embeddings",
+            }, f"{page.name}: {name}"
