@@ -1,18 +1,16 @@
 """The whole lane against transformers: lag, chunks, cache hits, batch mates and preemption change no text."""
 
-import time
 from array import array
 from pathlib import Path
 
 import pytest
 
-from engine.build import BuiltLane, build_lane
-from engine.config import CoreConfig
 from engine.lane import Lane, LaneBroken
-from engine.messages import Sampling, Submit
+from engine.messages import Sampling
 from kv.hashing import pack_tokens
 from tests import golden
 from tests.models import tiny_model
+from tests.owner import Owner, build
 
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 64, 65, 150)
 
@@ -23,36 +21,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[golden.R
     transformers = golden.reference_model(directory)
     prompts = [[(7 * i + 3 * n) % 300 + 10 for i in range(n)] for n in PROMPT_LENGTHS]
     return directory, [golden.reference(transformers, prompt) for prompt in prompts]
-
-
-def build(directory: Path, **settings: object) -> BuiltLane:
-    defaults = {"kv_cache_memory": "4MiB", "max_bucket": 8, "max_step_tokens": 256, "threads": 1}
-    return build_lane(CoreConfig(model=str(directory), **(defaults | settings)), directory)
-
-
-class Owner:
-    """The worker's side of a lane in this process: submits, takes tokens, knows who has ended."""
-
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self.tokens: dict[int, list[int]] = {}
-        self.finished = {}
-
-    def submit(self, prompt: list[int], max_tokens: int = golden.TOKENS, sampling: Sampling | None = None) -> int:
-        key = len(self.tokens)
-        self.tokens[key] = []
-        packed = pack_tokens(prompt)
-        hashes = b"".join(self.lane.scheduler.hasher.chain(packed))
-        submit = Submit(key, f"r{key}", packed, hashes, max_tokens, (), sampling or Sampling())
-        self.lane.scheduler.submit(submit, time.monotonic())
-        return key
-
-    def run(self) -> None:
-        while not self.lane.idle:
-            effects = self.lane.advance()
-            for key, token in zip(effects.keys, effects.tokens, strict=True):
-                self.tokens[key].append(token)
-            self.finished |= {finished.key: finished for finished in effects.finished}
 
 
 def assert_same_text(tokens: list[int], expected: golden.Reference) -> None:
