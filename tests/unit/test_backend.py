@@ -23,6 +23,7 @@ from dynamo.llm.exceptions import CannotConnect, EngineShutdown, InvalidArgument
 
 from engine.messages import Stats
 from kv.hashing import Blake2bHasher, event_hash
+from tests.models import tiny_model
 from worker import backend as backend_module
 from worker import registration
 from worker.backend import Backend, Surroundings
@@ -42,12 +43,8 @@ def event_loop_policy():
 
 @pytest.fixture
 def model(tmp_path):
-    directory = tmp_path / "tiny"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    directory = tiny_model(tmp_path / "tiny")
     (directory / "generation_config.json").write_text(json.dumps({"do_sample": False}))
-    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):  # the fake core reads none of them
-        (directory / name).write_text("{}")
     return directory
 
 
@@ -145,7 +142,7 @@ async def test_a_model_is_resolved_once_and_not_on_the_event_loop(model, monkeyp
     """Its file is hashed then, which takes seconds."""
     threads = []
 
-    def resolve(name, load_format):
+    def resolve(name, load_format, **_):
         threads.append(threading.current_thread())
         return model
 
@@ -162,6 +159,8 @@ async def test_a_model_is_resolved_once_and_not_on_the_event_loop(model, monkeyp
 def test_a_model_is_named_after_the_path_that_was_given(tmp_path, monkeypatch):
     (tmp_path / "snapshots" / "abc123").mkdir(parents=True)
     (tmp_path / "Nice-Model").symlink_to(tmp_path / "snapshots" / "abc123")
+    (tmp_path / "snapshots" / "x").mkdir()
+    (tmp_path / "snapshots" / "x" / "Q.GGUF").touch()
     monkeypatch.chdir(tmp_path / "snapshots")
     names = [str(tmp_path / "Nice-Model"), "../Nice-Model/", "abc123/..", "x/Q.GGUF", "smollm2"]
     assert [served_name(name) for name in names] == ["Nice-Model", "Nice-Model", "snapshots", "Q", "smollm2"]
