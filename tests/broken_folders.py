@@ -111,6 +111,13 @@ def cut(count: int) -> Change:
     return lambda folder: raw(WEIGHTS, (folder / WEIGHTS).read_bytes()[:count])(folder)
 
 
+def huge_header(folder: Path) -> None:
+    """A header of 64 MiB in a file that is large enough for it, and takes no room on the disk."""
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write(struct.pack("<Q", 64 << 20))
+        file.truncate(65 << 20)
+
+
 def padded(folder: Path) -> None:
     raw(WEIGHTS, (folder / WEIGHTS).read_bytes() + b"\0" * 64)(folder)
 
@@ -180,6 +187,7 @@ REFUSED: list[tuple[Change, str]] = [
         for size in (9, 1 << 27, 1 << 40, (1 << 64) - 1)
     ],
     (raw(WEIGHTS, struct.pack("<Q", 8) + b"[[[[[[[["), r"not a complete safetensors file"),
+    (huge_header, r"model.safetensors: the header has 67108864 bytes, but at most 33554432 are read"),
     (tensor(NORM, data_offsets=[0, 192]), r"not a complete safetensors file"),
     (tensor(NORM, data_offsets=[1 << 40, (1 << 40) + 192]), r"not a complete safetensors file"),
     (tensor(NORM, data_offsets=[192, 0]), r"not a complete safetensors file"),

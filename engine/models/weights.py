@@ -17,6 +17,8 @@ from engine.models.progress import Progress
 from engine.models.shapes import HEAD, INDEX_FILE, SINGLE_FILE, weight_shapes
 
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# Ten times the header of the largest model that config.json may describe.
+_HEADER_LIMIT = 32 << 20
 # Old Llama checkpoints carry this buffer; it follows from config.json.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 
@@ -151,9 +153,15 @@ def _tensors_of(path: Path) -> dict[str, _Stored]:
 
 def _open(path: Path) -> Any:
     try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
         size = path.stat().st_size
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        if size > header > _HEADER_LIMIT:
+            raise ModelError(f"{path}: the header has {header} bytes, but at most {_HEADER_LIMIT} are read")
+        return safe_open(path, framework="pt", device="cpu")
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
         raise ModelError(f"{path}: not a complete safetensors file ({size} bytes): {error}") from None
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from engine.models.chat_template import has_chat_template
@@ -49,6 +50,20 @@ def test_a_model_without_a_chat_template_is_refused_for_chat_only(model):
     check_texts(load_config(["--model", str(model), "--endpoint-types", "completions"], {}), dynamo)
     (model / "chat_template.jinja").write_text("{{ messages }}")
     check_texts(load_config(["--model", str(model)], {}), dynamo)
+
+
+def test_a_template_of_ones_own_is_looked_at_too(model, tmp_path):
+    template = tmp_path / "own.jinja"
+    config = load_config(["--model", str(model), "--custom-jinja-template", __file__], {})
+    dynamo = SimpleNamespace(model_name=str(model), tool_call_parser=None, reasoning_parser=None)
+    config = msgspec.structs.replace(config, custom_jinja_template=str(template))
+    template.write_text("{% for m in messages %}{{ m.content }}")
+    with pytest.raises(ModelError, match=r"own.jinja: line 1: .*endfor"):
+        check_texts(config, dynamo)
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    check_texts(config, dynamo)
+    (tmp_path / "link.jinja").symlink_to(template)
+    check_texts(msgspec.structs.replace(config, custom_jinja_template=str(tmp_path / "link.jinja")), dynamo)
 
 
 @pytest.mark.parametrize("key", ["tool_call_parser", "reasoning_parser"])

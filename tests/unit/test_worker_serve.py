@@ -9,7 +9,7 @@ from engine.messages import Sampling
 from worker import cli, serve
 from worker.config import ConfigError
 from worker.local import PORTS, free_port
-from worker.model import generation_defaults, parsers
+from worker.model import PARSERS, generation_defaults, parsers
 
 
 @pytest.fixture(autouse=True)
@@ -122,9 +122,10 @@ def test_a_default_that_no_client_may_ask_for_is_refused(tmp_path, key, value, d
 def test_parsers_exist_in_dynamo_and_follow_the_family(tmp_path):
     from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
 
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    tools, reasoning = parsers(tmp_path)
-    assert tools in get_tool_parser_names()
-    assert reasoning in get_reasoning_parser_names()
+    for family, names in PARSERS.items():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        assert parsers(tmp_path) == names
+        assert {names[0]} <= {None, *get_tool_parser_names()}
+        assert {names[1]} <= {None, *get_reasoning_parser_names()}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert parsers(tmp_path) == (None, None)
