@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from engine.cpu.arena import Arena
 from engine.sampling import Sampler, SamplingRows, uniform
@@ -157,3 +158,82 @@ def test_extreme_logits_give_a_token(extreme: float) -> None:
     values[:, 3] = extreme
     drawn = sampler().sample(values, rows(4, temperature=1e-3, top_p=0.9)).tolist()
     assert (drawn == [3] * 4) == (extreme > 0)
+
+
+def warped(values: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Probabilities of one row, float64, by transformers' warpers in its own order, which is ours."""
+    scores = values[None].double() / temperature
+    warpers = [
+        transformers.TopKLogitsWarper(top_k) if top_k else None,
+        transformers.TopPLogitsWarper(top_p) if top_p < 1 else None,
+        transformers.MinPLogitsWarper(min_p) if min_p else None,
+    ]
+    for warper in filter(None, warpers):
+        scores = warper(None, scores)
+    return torch.softmax(scores, -1)[0]
+
+
+DRAWS = 5000
+BOUND = 5.0
+"""Standard deviations of chi2: a sound sampler exceeds it in about one run of a million, and each run is the same."""
+
+
+def deviation(expected: torch.Tensor, drawn: torch.Tensor) -> float:
+    """How far the counts of `drawn` are from `expected`, in standard deviations of chi2; infinite for a token that
+    cannot be drawn.
+    """
+    counts = torch.bincount(drawn, minlength=len(expected)).double()
+    possible = expected > 0
+    if counts[~possible].any():
+        return float("inf")
+    wanted = expected[possible] * DRAWS
+    chi2 = ((counts[possible] - wanted) ** 2 / wanted).sum()
+    freedom = max(1, int(possible.sum()) - 1)
+    return float((chi2 - freedom) / (2 * freedom) ** 0.5)
+
+
+def spread_logits() -> torch.Tensor:
+    """60 tokens whose probabilities fall smoothly, so that a bound a little off takes in or leaves out a token."""
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(3))
+    return torch.linspace(0, -5, 60)[order]
+
+
+FILTERS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 20, 1.0, 0.0),
+    (1.0, 0, 0.9, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (1.3, 30, 0.95, 0.02),
+    (0.6, 20, 0.95, 0.0),
+]
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), FILTERS)
+def test_frequencies_are_those_of_transformers_warpers(temperature, top_k, top_p, min_p) -> None:
+    values = spread_logits()
+    asked = rows(DRAWS, temperature, top_k, top_p, min_p, seed=4)
+    drawn = sampler(60).sample(values.expand(DRAWS, -1), asked)
+    assert deviation(warped(values, temperature, top_k, top_p, min_p), drawn) < BOUND
+
+
+PLANTED = {
+    "a top_p one token too wide": ((1.0, 0, 0.9, 0.0), (1.0, 0, 0.92, 0.0)),
+    "a top_p one token too narrow": ((1.0, 0, 0.9, 0.0), (1.0, 0, 0.88, 0.0)),
+    "no top_p": ((1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.0)),
+    "a top_k one too large": ((0.7, 20, 1.0, 0.0), (0.7, 21, 1.0, 0.0)),
+    "a temperature squared": ((0.7, 0, 1.0, 0.0), (0.49, 0, 1.0, 0.0)),
+    "a min_p a little too large": ((1.0, 0, 1.0, 0.1), (1.0, 0, 1.0, 0.12)),
+    "a min_p a little too small": ((1.0, 0, 1.0, 0.1), (1.0, 0, 1.0, 0.09)),
+}
+
+
+@pytest.mark.parametrize(("right", "wrong"), PLANTED.values(), ids=PLANTED)
+def test_the_statistic_turns_red_for_a_wrong_filter(
+    right: tuple[float, int, float, float], wrong: tuple[float, int, float, float]
+) -> None:
+    """By design: a sampler with a planted fault is told from a sound one by the same seeded draws."""
+    values = spread_logits()
+    sound, faulty = (
+        sampler(60).sample(values.expand(DRAWS, -1), rows(DRAWS, *asked, seed=4)) for asked in (right, wrong)
+    )
+    assert deviation(warped(values, *right), sound) < BOUND < deviation(warped(values, *right), faulty)
