@@ -21,7 +21,7 @@ class DeviceSampler:
     def __init__(self, buffers: Buffers) -> None:
         from engine.kernels.sample import SampleSpace
 
-        self._space = SampleSpace(*(buffers.take(f"sample_{name}") for name in SampleSpace._fields))
+        self.space = SampleSpace(*(buffers.take(f"sample_{name}") for name in SampleSpace._fields))
 
     def choose(self, logits: Tensor, inputs: StepInputs, rows: slice, out: Tensor) -> None:
         """Write the tokens of the sampled rows `rows` to `out` (int32 `[rows]`).
@@ -34,4 +34,4 @@ class DeviceSampler:
         columns = SampleColumns(*(inputs.staged[name] for name in SampleColumns._fields))
         slots = inputs.sampled_rows("sampled_slots", rows.start, rows.stop)
         positions = inputs.sampled_rows("sampled_positions", rows.start, rows.stop)
-        sample(logits, columns, slots, positions, out, self._space)
+        sample(logits, columns, slots, positions, out, self.space)

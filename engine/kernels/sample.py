@@ -37,7 +37,8 @@ MANY = 8192
 """Candidates of a row that are kept; a row with more is searched in its logits."""
 _STEP = 8
 _BLOCK = 1024
-_WARPS = 16
+WARPS = 16
+"""Of a program that has a row's candidates to itself."""
 
 
 class SampleSpace(NamedTuple):
@@ -262,20 +263,18 @@ def _draw(
             tl.store(tokens + row, token)
 
 
-def sample(
+def gather_candidates(
     logits: Tensor, columns: SampleColumns, slots: Tensor, positions: Tensor, tokens: Tensor, space: SampleSpace
 ) -> None:
-    """Write the next token of each row to `tokens` (int32 `[rows]`), by the rules of `engine.sampling.Sampler`.
+    """Write each row's largest logit's token to `tokens`, and to `space` what a draw from the others needs.
 
-    `logits` is float32 `[rows, vocab]`, rows contiguous; `slots` and `positions`, int64 `[rows]`, name each row's place
-    in `columns` and the position that its token will have. Greedy rows (temperature 0) take the largest logit, the
-    lowest token among equals. A row whose logits are not finite gets some token of the vocabulary.
+    Arguments as for `sample`.
     """
     rows, vocab = logits.shape
     groups, tiles, stride = space.maxima.shape[1], space.tile_weights.shape[1], logits.stride(0)
-    few, many = min(FEW, space.values.shape[1]), space.values.shape[1]
     facts = (space.tops, space.reach, space.rates, space.counts)
-    _group_maxima[(rows, tiles)](logits, space.maxima, vocab, stride, GROUPS=groups, GROUP=GROUP, TILE=TILE)
+    sizes = {"GROUPS": groups, "GROUP": GROUP}
+    _group_maxima[(rows, tiles)](logits, space.maxima, vocab, stride, TILE=TILE, **sizes)
     width = max(2, triton.next_power_of_2(groups))
     _begin_rows[(rows,)](
         logits,
@@ -287,10 +286,9 @@ def sample(
         tokens,
         vocab,
         stride,
-        GROUPS=groups,
-        GROUP=GROUP,
         WIDTH=width,
         num_warps=8,
+        **sizes,
     )
     _gather[(rows, tiles)](
         logits,
@@ -302,9 +300,30 @@ def sample(
         stride,
         TILES=tiles,
         TILE=TILE,
-        MANY=many,
+        MANY=space.values.shape[1],
         num_warps=8,
     )
+
+
+def candidate_sizes(space: SampleSpace) -> dict[str, int]:
+    """Sizes that the kernels which read the candidates are compiled for."""
+    tiles, many = space.tile_weights.shape[1], space.values.shape[1]
+    width = max(2, triton.next_power_of_2(tiles))
+    few = min(FEW, many)
+    return {"TILES": tiles, "TILES_WIDTH": width, "FEW": few, "MANY": many, "STEP": _STEP, "BLOCK": _BLOCK}
+
+
+def sample(
+    logits: Tensor, columns: SampleColumns, slots: Tensor, positions: Tensor, tokens: Tensor, space: SampleSpace
+) -> None:
+    """Write the next token of each row to `tokens` (int32 `[rows]`), by the rules of `engine.sampling.Sampler`.
+
+    `logits` is float32 `[rows, vocab]`, rows contiguous; `slots` and `positions`, int64 `[rows]`, name each row's place
+    in `columns` and the position that its token will have. Greedy rows (temperature 0) take the largest logit, the
+    lowest token among equals. A row whose logits are not finite gets some token of the vocabulary.
+    """
+    rows, vocab = logits.shape
+    gather_candidates(logits, columns, slots, positions, tokens, space)
     _draw[(rows,)](
         logits,
         *columns,
@@ -318,12 +337,7 @@ def sample(
         space.ids,
         tokens,
         vocab,
-        stride,
-        TILES=tiles,
-        TILES_WIDTH=max(2, triton.next_power_of_2(tiles)),
-        FEW=few,
-        MANY=many,
-        STEP=_STEP,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        logits.stride(0),
+        num_warps=WARPS,
+        **candidate_sizes(space),
     )

@@ -62,6 +62,12 @@ def _order(values, ids):
 
 
 @triton.jit
+def _token(order):
+    """The token that `_order` made `order` of."""
+    return 0x7FFFFFFF - (order & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
 def _part(bits, mass):
     """floor(mass * bits / 2**53), exactly; `mass` is below 2**62."""
     return tl.umulhi(bits << 10, mass << 1)
@@ -76,10 +82,10 @@ def _limit(mass, top_p):
 
 
 @triton.jit
-def draw_of_few(
-    values, ids, count, top, rate, whole, bits, top_k, top_p, farthest, FEW: tl.constexpr, STEP: tl.constexpr
-):
-    """Token drawn from `count` <= FEW candidates, -1 if there is none. `whole` is the weight of all tokens."""
+def rank_few(values, ids, count, top, rate, FEW: tl.constexpr, STEP: tl.constexpr):
+    """Of `count` <= FEW candidates: which exist, their tokens, distances and weights, and how many candidates of what
+    weight come before each.
+    """
     lane = tl.arange(0, FEW)
     exists = lane < count
     logit = tl.load(values + lane, mask=exists, other=float("-inf"))
@@ -97,6 +103,15 @@ def draw_of_few(
         earlier = (other_order[None, :] > order[:, None]) & there[None, :]
         rank += tl.sum(earlier.to(tl.int32), 1)
         before += tl.sum(tl.where(earlier, other_weight[None, :], 0), 1)
+    return exists, token, distance, weight, rank, before
+
+
+@triton.jit
+def draw_of_few(
+    values, ids, count, top, rate, whole, bits, top_k, top_p, farthest, FEW: tl.constexpr, STEP: tl.constexpr
+):
+    """Token drawn from `count` <= FEW candidates, -1 if there is none. `whole` is the weight of all tokens."""
+    exists, token, distance, weight, rank, before = rank_few(values, ids, count, top, rate, FEW=FEW, STEP=STEP)
     kept = exists & ((rank < top_k) | (top_k == 0))
     mass = whole
     if top_k > 0:
@@ -122,7 +137,7 @@ def _read(values, ids, gathered, size, start, top, rate, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _extent(values, ids, gathered, size, top, rate, farthest, BLOCK: tl.constexpr):
+def extent(values, ids, gathered, size, top, rate, farthest, BLOCK: tl.constexpr):
     """Least and greatest order of the candidates, their weight, and the weight of those no farther than `farthest`."""
     least = tl.full([BLOCK], _BEFORE_ALL, tl.int64)
     greatest = tl.full([BLOCK], _AFTER_ALL, tl.int64)
@@ -157,7 +172,7 @@ def _at(column, place):
 
 
 @triton.jit
-def _crossing(values, ids, gathered, size, top, rate, least, greatest, by_count, target, BLOCK: tl.constexpr):
+def crossing(values, ids, gathered, size, top, rate, least, greatest, by_count, target, BLOCK: tl.constexpr):
     """Order of the candidate where the sum crosses `target`, and the weight up to and with it.
 
     It is the one with at most `target` before it and more with it: candidates if `by_count`, weight otherwise.
@@ -193,7 +208,7 @@ def draw_of_many(values, ids, gathered, size, top, rate, whole, bits, top_k, top
 
     `gathered` is `size` if they are gathered ones, 0 if they are all tokens in their order, without `ids`.
     """
-    least, greatest, available, near = _extent(values, ids, gathered, size, top, rate, farthest, BLOCK=BLOCK)
+    least, greatest, available, near = extent(values, ids, gathered, size, top, rate, farthest, BLOCK=BLOCK)
     mass, token = whole, -1
     # The last token that top-k keeps, the last one that top-p keeps, the drawn one.
     for search in range(3):
@@ -201,10 +216,17 @@ def draw_of_many(values, ids, gathered, size, top, rate, whole, bits, top_k, top
         target = tl.where(search == 1, _limit(mass, top_p) - 1, target)
         wanted = (search == 2) | ((search == 0) & (top_k > 0)) | ((search == 1) & (top_p < 1))
         if wanted & (target < tl.where(search == 0, size.to(tl.int64), available)):
-            order, mass = _crossing(
+            order, mass = crossing(
                 values, ids, gathered, size, top, rate, least, greatest, search == 0, target, BLOCK=BLOCK
             )
-            token = 0x7FFFFFFF - (order & 0x7FFFFFFF).to(tl.int32)
+            token = _token(order)
         if (search == 1) & (farthest < _FARTHEST):
             mass = tl.minimum(mass, near)
     return token
+
+
+@triton.jit
+def nth(values, ids, gathered, size, top, rate, least, greatest, place, BLOCK: tl.constexpr):
+    """Token and logit of the candidate that has `place` others before it."""
+    order, _ = crossing(values, ids, gathered, size, top, rate, least, greatest, True, place, BLOCK=BLOCK)
+    return _token(order), value((order >> 32).to(tl.int32))
