@@ -138,7 +138,7 @@ class _Download:
 
     def sweep(self, now: float) -> None:
         """Remove what killed downloads have left: a worker that is started again and again would fill the disk."""
-        for partial in (self._folder("").parent / "blobs").glob("*.incomplete"):
+        for partial in (self._folder("").parent / "blobs").glob("*.????????.incomplete"):
             with contextlib.suppress(OSError):
                 if now - partial.stat().st_mtime > STALE_S:
                     partial.unlink()

@@ -308,7 +308,7 @@ def test_an_interrupted_download_goes_on_where_it_stopped(fake, config, files, m
 def test_a_killed_download_keeps_complete_files_and_its_leavings_are_swept(fake, config, files):
     download(ID, config, weights=False)
     blobs = config.cache / "models--tiny-org--tiny-model/blobs"
-    dead, alive = blobs / "1.aa.incomplete", blobs / "2.bb.incomplete"
+    dead, alive = blobs / "1.aaaaaaaa.incomplete", blobs / "2.bbbbbbbb.incomplete"
     for path, age in ((dead, 700), (alive, 500)):
         path.write_bytes(b"half")
         os.utime(path, (1e9 - age, 1e9 - age))
