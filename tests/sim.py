@@ -108,6 +108,8 @@ class Job:
     stop: tuple[int, ...] = ()
     salt: str | None = None
     priority: int = 0
+    expected: int | None = None
+    """Output tokens that its client expects."""
     output: list[int] = field(default_factory=list)
     finished: Finished | None = None
     cancelled: bool = False
@@ -158,13 +160,22 @@ class SimLane:
 
     def submit(self, job: Job) -> int:
         """Queue `job`; returns its key."""
-        self.trace.append(["submit", job.prompt, job.max_tokens, job.stop, job.salt, job.priority])
+        self.trace.append(["submit", job.prompt, job.max_tokens, job.stop, job.salt, job.priority, job.expected])
         key = len(self.jobs)
         self.jobs[key] = job
         packed = array("i", job.prompt).tobytes()
         hashes = b"".join(self.hasher.chain(packed, job.salt))
         submit = Submit(
-            key, f"r{key}", packed, hashes, job.max_tokens, tuple(job.stop), Sampling(), job.salt, job.priority
+            key=key,
+            request_id=f"r{key}",
+            prompt=packed,
+            block_hashes=hashes,
+            max_tokens=job.max_tokens,
+            stop_token_ids=tuple(job.stop),
+            sampling=Sampling(),
+            cache_salt=job.salt,
+            priority=job.priority,
+            expected_output_tokens=job.expected,
         )
         self.scheduler.submit(submit, self.now)
         return key

@@ -64,13 +64,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, "tenant"]),
         stops=st.booleans(),
         priority=st.integers(-2, 2),
+        expected=st.sampled_from([None, None, 0, 20, 10_000]),
     )
-    def submit(self, data, family, salt, stops, priority):
+    def submit(self, data, family, salt, stops, priority, expected):  # noqa: PLR0917 (hypothesis names them)
         prompt_length = data.draw(lengths_around_pages(self.limit - 1), label="prompt")
         max_tokens = data.draw(lengths_around_pages(min(self.limit - prompt_length, 120)), label="max_tokens")
         prompt = [(family * 7 + i * (family + 1)) % 50 for i in range(prompt_length)]
         stop = tuple(data.draw(st.sets(st.integers(0, 49), max_size=6), label="stop")) if stops else ()
-        self.lane.submit(Job(prompt, max_tokens, stop, salt, priority))
+        self.lane.submit(Job(prompt, max_tokens, stop, salt, priority, expected))
 
     @rule(copies=st.integers(2, 3), length=st.integers(1, 40))
     def submit_duplicates(self, copies, length):

@@ -392,6 +392,56 @@ def test_a_recorded_run_repeats_its_decisions():
         assert (again.jobs[key].output, again.jobs[key].finished) == (job.output, job.finished)
 
 
+def crowd(expected, usable_pages=24, lag=0):
+    """Six requests of a page and six more pages of output each, in room for four."""
+    lane = SimLane(config(max_bucket=8, max_in_flight=lag + 1, servable_length=384), usable_pages)
+    for first in range(6):
+        lane.submit(Job(prompt(10, first), 100, expected=expected))
+    lane.run()
+    lane.check_at_rest()
+    return lane
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_an_expected_length_keeps_room_and_so_avoids_preemptions(lag):
+    assert crowd(None, lag=lag).scheduler.counters.preemptions > 0
+    assert crowd(100, lag=lag).scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("expected", [0, 1, 10**6])
+def test_a_wrong_guess_changes_no_text_and_no_length(expected):
+    lane = crowd(expected)
+    assert [(job.finished.reason, len(job.output)) for job in lane.jobs.values()] == [("length", 100)] * 6
+
+
+def test_a_guess_beyond_the_pool_waits_for_an_empty_lane_at_most():
+    lane = SimLane(config(), 16)
+    lane.submit(Job(prompt(20), 20))
+    lane.submit(Job(prompt(20, 5), 230, expected=230))
+    lane.turn()
+    assert [request.key for request in lane.scheduler.waiting] == [1]
+    lane.run()
+    lane.check_at_rest()
+    assert len(lane.jobs[1].output) == 230
+
+
+def test_others_leave_the_room_that_a_running_request_expects_to_need():
+    lane = SimLane(config(), 8)
+    lane.submit(Job(prompt(10), 100, expected=90))  # 7 pages in the end
+    lane.turn()
+    lane.submit(Job(prompt(20, 5), 4))
+    lane.turn()
+    assert len(lane.scheduler.waiting) == 1
+    lane.run()
+    assert lane.scheduler.counters.preemptions == 0
+    plain = SimLane(config(), 8)
+    plain.submit(Job(prompt(10), 100))
+    plain.turn()
+    plain.submit(Job(prompt(20, 5), 4))
+    plain.turn()
+    assert not plain.scheduler.waiting
+
+
 def test_the_simulation_turns_red_when_a_table_update_is_lost(monkeypatch):
     """A planted fault: the last page of a growing row never reaches the device."""
     drain = PageTables.drain
