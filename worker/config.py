@@ -44,8 +44,29 @@ MAX_SYSTEM_PORT = 32767
 """Largest DYN_SYSTEM_PORT: Dynamo reads it as a signed 16-bit number."""
 
 
+_LONGEST_LINE = 800
+"""Letters of an error: names and values are cut long before, but not paths."""
+
+
 class ConfigError(ValueError):
-    """The configuration cannot be used. The text is one line that names key, value and what is allowed."""
+    """The configuration cannot be used. The text is one line that names key, value and what is allowed.
+
+    Whatever of the user's stands in it, it is made one line that a terminal can show.
+    """
+
+    def __init__(self, text: str) -> None:
+        line = " ".join(text.split())
+        line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+        super().__init__(line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}...")
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """`value` for a message, cut short."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python prints
+        return "a number of thousands of digits"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 class WorkerConfig(CoreConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):

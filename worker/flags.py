@@ -1,6 +1,7 @@
 """From command line, YAML file and environment to a `WorkerConfig`: flags win over the file, the file over the rest."""
 
 import difflib
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import yaml
 from msgspec import inspect
 
 from kv.geometry import PAGE_SIZES
-from worker.config import ENVIRONMENT, ConfigError, WorkerConfig, check
+from worker.config import ENVIRONMENT, ConfigError, WorkerConfig, check, shown
 
 FIELDS = {field.name: field for field in msgspec.structs.fields(WorkerConfig)}
+MAX_CONFIG_BYTES = 1 << 16
+"""Largest config file; PyYAML reads about 100 KB a second."""
+_LONGEST_NAME = 60
 _NULL_WORDS = ("null", "none", "")
 
 
@@ -65,7 +69,7 @@ def _key_of(flag: str) -> str:
         raise ConfigError(f"unexpected argument {flag!r}: every setting is given as --key value")
     key = flag[2:].replace("-", "_")
     if key != "config" and key not in FIELDS:
-        raise ConfigError(f"unknown flag {flag}{_nearest(key, [*FIELDS, 'config'], '--')}")
+        raise ConfigError(f"unknown flag {shown(flag)[1:-1]}{_nearest(key, [*FIELDS, 'config'], '--')}")
     return key
 
 
@@ -74,24 +78,51 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
+    text = _read(path)
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        document = yaml.load(text, Loader=_PlainLoader)  # noqa: S506 - a SafeLoader
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply: it must hold keys and values") from None
+    except Exception as error:  # what a scalar that is none of its type makes PyYAML raise, is not for us to list
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if document is None:
         return {}
     if not isinstance(document, dict):
         raise ConfigError(f"{path} must hold keys and values, but holds a {type(document).__name__}")
     for key in document:
         if key not in FIELDS:
-            raise ConfigError(f"{path}: unknown key {key!r}{_nearest(str(key), FIELDS, '')}")
+            raise ConfigError(f"{path}: unknown key {shown(key)}{_nearest(str(key), FIELDS, '')}")
     return {key: _convert(key, value, f"{path}: {key}") for key, value in document.items()}
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping, of which YAML would silently take the last."""
+def _read(path: Path) -> str:
+    """Text of the config file. What is no file is not opened: a pipe might never end."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"cannot read the config file {path}: it is not a file")
+        if status.st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(
+                f"the config file {path} has {status.st_size} bytes, but at most {MAX_CONFIG_BYTES} are read"
+            )
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the config file {path} is not UTF-8: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"the config file's path {shown(str(path))} cannot be used: {error}") from None
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML would silently take the last, and aliases, by which a
+    few hundred bytes can stand for more values than there is memory.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases are not taken", None)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -112,9 +143,11 @@ def _from_text(key: str, text: str, source: str) -> Any:
 
 def _convert(key: str, value: Any, source: str, strict: bool = True) -> Any:
     try:
+        if isinstance(value, str):
+            value.encode()
         return msgspec.convert(value, FIELDS[key].type, strict=strict)
-    except msgspec.ValidationError:
-        raise ConfigError(f"{source} is {value!r}, but must be {allowed(key)}") from None
+    except ValueError:  # also of what is no Unicode
+        raise ConfigError(f"{source} is {shown(value)}, but must be {allowed(key)}") from None
 
 
 def _nullable(key: str) -> bool:
@@ -156,7 +189,7 @@ def _describe(kind: inspect.Type) -> str:
 
 
 def _nearest(name: str, known: Iterable[str], prefix: str) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1, cutoff=0.0)
     near = close[0] if not prefix else prefix + close[0].replace("_", "-")
     return f": the nearest known one is {near}"
 

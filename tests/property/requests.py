@@ -138,5 +138,11 @@ def changed(plan: list[Change]) -> dict[str, Any]:
 
 
 def names(plan: list[Change]) -> set[str]:
-    """What a refusal may speak of."""
-    return {name for _, name, _ in plan} | ({"prompt"} if any(name == "token_ids" for _, name, _ in plan) else set())
+    """What a refusal may speak of: a changed field, or a key of what a whole group was replaced by."""
+    found = {name for _, name, _ in plan}
+    for _, name, value in plan:
+        if name == "token_ids":
+            found.add("prompt")
+        if isinstance(value, dict):
+            found.update(repr(key)[1:-1] for key in value)
+    return found
