@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.models.config import ModelConfig
+from engine.models.families import FAMILIES
 from engine.models.shapes import weight_shapes
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -26,6 +27,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-14b": {"hidden_size": 5120, "intermediate_size": 17408, "layers": 40, "heads": 40, "tied": False},
     "group6-256": {"hidden_size": 1536, "intermediate_size": 4096, "layers": 4, "heads": 24, "tied": True,
                    "kv_heads": 4, "head_dim": 256},
+    "qwen2-0.5b": {"family": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "layers": 24, "heads": 14,
+                   "tied": True, "kv_heads": 2, "head_dim": 64},
     "group5-128": {"hidden_size": 1536, "intermediate_size": 4096, "layers": 4, "heads": 40, "tied": True},
 }  # fmt: skip
 _EMBEDDING_STD = 0.08
@@ -34,14 +37,15 @@ _COMMON = 256
 _SHARED_SIZE = 0.4
 _BIAS_NATS = 40.0
 _NORM_GAIN = 2.1
+_PROJECTION_GAIN = 1.9
 
 
 def write_config(name: str, directory: Path) -> Path:
     """config.json of a shape, in `directory`."""
     shape = SHAPES[name]
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": [FAMILIES[shape.get("family", "qwen3")].checkpoint],
+        "model_type": shape.get("family", "qwen3"),
         "vocab_size": shape.get("vocab", 151936),
         "hidden_size": shape["hidden_size"],
         "intermediate_size": shape["intermediate_size"],
@@ -79,6 +83,8 @@ def shaped_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
             value = _NORM_GAIN * spread(*shape)
         elif name == "model.norm.weight":
             value = spread(*shape) * random(*shape).sign()
+        elif name.endswith(".bias"):
+            value = 0.5 * random(*shape)
         elif len(shape) == 1:
             value = spread(*shape)
         elif "embed_tokens" in name or "lm_head" in name:
@@ -86,7 +92,9 @@ def shaped_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
         elif "o_proj" in name or "down_proj" in name:
             value = random(*shape) * (2 * _LAYERS_SHARE / config.layers * _EMBEDDING_STD * shape[1] ** -0.5)
         else:
-            value = random(*shape) * shape[1] ** -0.5
+            # Without norms of their own, queries and keys get their gain here.
+            gain = _PROJECTION_GAIN if not config.qk_norm and name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+            value = random(*shape) * (gain * shape[1] ** -0.5)
         weights[name] = value
     _favour(config, weights, generator)
     return {name: value.to(torch.bfloat16) for name, value in weights.items()}
