@@ -10,7 +10,6 @@ from torch import Tensor
 from engine.cpu.arena import PlanArena
 from engine.messages import Sampling
 from engine.penalties import Array, penalize
-from engine.plan import PlanCapacity, PlanError
 from engine.step import RowStart
 
 
@@ -35,27 +34,6 @@ class Undo(NamedTuple):
     """Those whose logits were changed."""
     values: Array
     """float32, one per token."""
-
-
-def check_tokens(tokens: Sequence[int], vocab: int, where: str) -> None:
-    """Raise `PlanError` if one of `tokens` is no index into the vocabulary."""
-    if len(tokens):
-        values = np.asarray(tokens)
-        for token in (int(values.min()), int(values.max())):
-            if not 0 <= token < vocab:
-                raise PlanError(f"token id in {where}", token, vocab - 1)
-
-
-def check_context(start: RowStart, vocab: int, capacity: PlanCapacity) -> None:
-    """Raise `PlanError` if a number of the row's context would be a bad index."""
-    context = start.context
-    if context is None:
-        return
-    known = len(context.prompt) + len(context.outputs)
-    if known > capacity.max_context:
-        raise PlanError(f"history of row {start.row}", known, capacity.max_context)
-    for tokens in (context.prompt, context.outputs, context.suppressed):
-        check_tokens(tokens, vocab, f"the context of row {start.row}")
 
 
 class LogitsAdjuster:

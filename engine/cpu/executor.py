@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cpu.adjust import LogitsAdjuster, check_context, check_tokens
+from engine.cpu.adjust import LogitsAdjuster
 from engine.cpu.arena import Arena, PlanArena
 from engine.cpu.attention import PagedAttention
 from engine.cpu.inputs import StepInputs
@@ -15,9 +15,10 @@ from engine.cpu.linear import Gemm
 from engine.logprobs import LogprobReader
 from engine.messages import Logprobs
 from engine.models.decoder import Decoder
-from engine.plan import PlanCapacity, PlanError
+from engine.plan import PlanCapacity
 from engine.sampling import LOGITS_ROWS, Sampler
 from engine.step import OPTIONAL_PARAMETERS, Chunk, StepPlan, StepResult
+from engine.step_checks import check_step_tokens
 
 Tap = Callable[[Sequence[int], Tensor], None]
 """Gets the row slots of a slice of sampled rows and their logits, float32 `[rows, vocab]`, valid during the call."""
@@ -106,14 +107,7 @@ class CpuExecutor:
 
     def _check(self, plan: StepPlan) -> None:
         self.parts.capacity.check(plan, self._pages)
-        vocab = self._decoder.config.vocab_size
-        for start in plan.starts:
-            check_context(start, vocab, self.parts.capacity)
-        for chunk in plan.chunks:
-            if len(chunk.targets) > len(chunk.tokens):
-                raise PlanError(f"targets in the chunk of row {chunk.row}", len(chunk.targets), len(chunk.tokens))
-            for tokens in (chunk.tokens, chunk.targets):
-                check_tokens(tokens, vocab, f"the chunk of row {chunk.row}")
+        check_step_tokens(plan, self._decoder.config.vocab_size, self.parts.capacity)
 
     def _failed_rows(self, plan: StepPlan, hidden: Tensor) -> set[int]:
         """Row slots with a token whose `hidden [tokens, hidden]` is not finite."""
