@@ -24,6 +24,7 @@ from engine.models.shapes import INDEX_FILE, SINGLE_FILE
 DEFAULT_REVISION = "main"
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _REVISION = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILE = re.compile(r"\w[\w.-]*", re.ASCII)
 _LONGEST = 96
 _TEXT_FILES = tuple(name for name in SIZE_LIMITS if name != INDEX_FILE)
@@ -129,10 +130,14 @@ class _Download:
             return self._cached(weights, f"the hub at {self._config.endpoint} cannot be reached ({error})")
         names = self._select(sizes, weights)
         self._check_sizes(names, sizes)
-        missing = sum(sizes[name] for name in names if not self._is_cached(name, commit))
+        folder = self._folder(commit)
+        lacking = [name for name in names if not (folder / name).exists()]
+        if not lacking and self._cached_commit() == commit:
+            return folder  # also where the cache is read-only
+        missing = sum(sizes[name] for name in lacking)
         self._check_disk(missing)
         folder = self._fetch(names, missing, progress)
-        if progress is not None and missing:
+        if progress is not None and lacking:
             progress(missing, missing)
         return folder
 
@@ -170,6 +175,8 @@ class _Download:
             raise _Unreachable(f"status {status}") from None
         except Exception as error:  # its HTTP library's own kinds, which differ between its versions
             raise _Unreachable(_said(error)) from None
+        if not _COMMIT.fullmatch(str(info.sha)):  # it becomes a path in the cache
+            raise _Unreachable(f"it names {info.sha!r} as the commit")
         return {file.rfilename: file.size or 0 for file in info.siblings or ()}, str(info.sha)
 
     def _refused(self, what: str) -> ModelError:
@@ -209,9 +216,6 @@ class _Download:
             limit = SIZE_LIMITS.get(name)
             if limit is not None and sizes[name] > limit:
                 raise ModelError(f"{self._id}: {name} has {sizes[name]} bytes, but at most {limit} are read")
-
-    def _is_cached(self, name: str, commit: str) -> bool:
-        return (self._folder(commit) / name).exists()
 
     def _folder(self, commit: str) -> Path:
         return self._config.cache / f"models--{self._id.repo.replace('/', '--')}" / "snapshots" / commit
@@ -256,11 +260,15 @@ class _Download:
                 "files that are complete are kept"
             ) from None
 
+    def _cached_commit(self) -> str:
+        """The commit that the cache has for the revision, or else the revision, which may be a commit itself."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return (self._folder("").parent / "refs" / self._id.revision).read_text(encoding="ascii").strip()
+        return self._id.revision
+
     def _cached(self, weights: bool, why: str) -> Path:
         """The folder of an earlier download, with what a model needs."""
-        commit = self._id.revision
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            commit = (self._folder("").parent / "refs" / self._id.revision).read_text(encoding="ascii").strip()
+        commit = self._cached_commit()
         folder = self._folder(commit)
         if commit and Path(commit).name == commit and (folder / "config.json").is_file():
             if not weights or (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():

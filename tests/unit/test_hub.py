@@ -166,6 +166,15 @@ def test_what_is_in_the_cache_is_not_downloaded_again(fake, config, files):
     assert seen == []
 
 
+def test_a_complete_cache_may_be_read_only(fake, config, monkeypatch):
+    import huggingface_hub
+
+    folder = download(ID, config)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("nothing is to be written"))
+    assert download(ID, config) == folder
+    assert download(HubId(REPO, COMMIT), config) == folder
+
+
 def test_without_weights_only_texts_are_downloaded(fake, config, files):
     download(ID, config, weights=False)
     assert fake.downloaded() == {name for name in files if not name.endswith(".safetensors")}
@@ -263,6 +272,14 @@ def test_a_hub_that_is_broken_is_one_that_cannot_be_reached(fake, config):
     fake.status = 503
     with pytest.raises(ModelError, match=r"cannot be reached \(status 503\)"):
         download(ID, config)
+
+
+@pytest.mark.parametrize("commit", ["../../x", "", "main", "0" * 39])
+def test_a_hub_that_names_no_commit_is_broken_too(fake, config, commit):
+    fake.branches["main"] = commit
+    with pytest.raises(ModelError, match=r"cannot be reached \(it names '.*' as the commit\)"):
+        download(ID, config)
+    assert not config.cache.exists()
 
 
 def test_a_hub_that_never_answers_is_given_up():
