@@ -36,6 +36,7 @@ from tests.gpu.harness import Results
 from tests.gpu.plan_limits import check_exceeded, check_plan_time, check_poison
 from tests.gpu.plan_steps import (
     GROUPS,
+    XQA_CANDIDATES,
     Bench,
     Layer,
     arena,
@@ -51,9 +52,6 @@ from tests.gpu.plan_steps import (
     reference,
     shapes,
 )
-
-XQA_CANDIDATES = {64: (3,), 128: (4, 5), 256: (6,)}
-"""Groups to measure XQA for, by head dim."""
 
 STEPS = {
     "decode whole": decode_rows(*[1500] * 48),

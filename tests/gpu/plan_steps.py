@@ -15,6 +15,8 @@ from engine.cuda.layout import AttentionCapacity, AttentionLayout
 from engine.plan import PlanCapacity
 
 GROUPS = {64: [(9, 3)], 128: [(32, 8), (40, 8), (20, 4)], 256: [(24, 4), (16, 4)]}
+XQA_CANDIDATES = {64: (3,), 128: (4, 5), 256: (6,)}
+"""Groups to try XQA for, by head dim."""
 MODULES: dict[ModuleNeeds, dict[str, Any]] = {}
 NO_ROWS = np.zeros(0, np.int64)
 Layer = Callable[[int], None]
