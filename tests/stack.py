@@ -116,6 +116,9 @@ class Reply:
     """The body of an answer that is no success, or an error frame of a stream."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     chunks: int = 0
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """The `logprobs` objects of the answer's choice, of each piece if it was streamed."""
+    nvext: dict[str, Any] = field(default_factory=dict)
 
     @property
     def cached_tokens(self) -> int:
@@ -172,6 +175,8 @@ def _plain(response: httpx.Response) -> Reply:
         choice["finish_reason"],
         body.get("usage") or {},
         tool_calls=message.get("tool_calls") or [],
+        logprobs=[choice["logprobs"]] if choice.get("logprobs") else [],
+        nvext=body.get("nvext") or {},
     )
 
 
@@ -193,12 +198,14 @@ async def _streamed(response: httpx.Response) -> Reply:
 
 def _take_frame(reply: Reply, frame: dict[str, Any]) -> None:
     reply.usage = frame.get("usage") or reply.usage
+    reply.nvext |= frame.get("nvext") or {}
     for choice in frame.get("choices") or []:
         delta = choice.get("delta") or {"content": choice.get("text")}
         reply.text += delta.get("content") or ""
         reply.tool_calls += delta.get("tool_calls") or []
         reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
         reply.chunks += 1
+        reply.logprobs += [choice["logprobs"]] if choice.get("logprobs") else []
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,10 @@ HONOURED, REFUSED, FRONTEND, DROPPED = "honoured", "refused", "the frontend's", 
 
 OPENAI: dict[str, tuple[str, str]] = {
     "model": (FRONTEND, "finds the workers that serve it"),
-    "messages": (FRONTEND, "chat template and tokenizer; parts other than text are refused here"),
+    "messages": (
+        FRONTEND,
+        "chat template and tokenizer; image and audio parts get its 400, or one from here if it lets them pass",
+    ),
     "prompt": (FRONTEND, "tokenizer; a list of token ids passes as it is"),
     "stream, stream_options": (FRONTEND, "answers in pieces, usage in the last"),
     "max_tokens, max_completion_tokens": (HONOURED, "cut to the room that the servable length leaves"),
