@@ -43,6 +43,10 @@ soak: setup
 property: setup
 	PAGELANE_LONG_PROPERTY_TESTS=1 $(BIN)/python -m pytest --timeout 3600 tests/property
 
+# The long form of the fuzzers alone: socket, requests, configuration (a few thousand examples each, drawn anew).
+fuzz: setup
+	PAGELANE_LONG_PROPERTY_TESTS=1 $(BIN)/python -m pytest --timeout 3600 tests/property/test_fuzz_*.py
+
 bench: setup
 	$(BIN)/python -m pytest -m speed -s
 

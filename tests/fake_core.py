@@ -210,6 +210,8 @@ class FakeCore:
         return cached
 
     def misbehave(self) -> None:
+        if self.steps == self.options.garbage_after:
+            self.socket.send(b"\xc1 no message")
         if self.steps == self.options.die_after:
             os._exit(9)
         if self.steps == self.options.wedge_after:
@@ -231,6 +233,7 @@ def main() -> int:
     parser.add_argument("--stall-after", type=int, help="after so many steps, beat but make no more")
     parser.add_argument("--load-s", type=float, default=0.0, help="seconds between Start and Ready")
     parser.add_argument("--retryable", action="store_true", help="a request that fails may be tried elsewhere")
+    parser.add_argument("--garbage-after", type=int, help="after so many steps, send bytes that are no message")
     parser.add_argument("--error-token", type=int, help="a request that would get this token fails")
     parser.add_argument("address")
     core = FakeCore(parser.parse_args())

@@ -239,6 +239,18 @@ async def test_a_core_that_makes_no_steps_is_taken_for_wedged(option, reason):
             await client.stop()
 
 
+async def test_a_core_that_sends_garbage_is_lost_and_its_requests_end():
+    failures = []
+    async with started("--garbage-after", "2", listener=Listener(failure=failures.append)) as client:
+        streams = [client.submit(submit(key, max_tokens=10000)) for key in range(3)]
+        async with asyncio.timeout(5):
+            await asyncio.gather(*map(read, streams))
+        assert all("cannot be read" in stream.error for stream in streams)
+        assert len(failures) == 1
+        pid = client.pid
+    assert not alive(pid)
+
+
 async def test_an_idle_core_is_not_wedged():
     async with started(step_timeout_s=1.0) as client:
         await asyncio.sleep(1.5)
