@@ -24,7 +24,7 @@ def resolve_model(
     repository on a hub (`org/name`, `org/name@revision`), which is downloaded into the hub's cache, once. A path that
     is there is never taken for a hub id. With `load_format` dummy the weights may be absent. Raises `ModelError`.
     """
-    path = Path(model).expanduser()
+    path = _path(model)
     if path.exists() or model in DEMO_NAMES:
         if revision is not None:
             raise ModelError(f"revision is {revision!r}, but model {model!r} is no hub id; leave revision out")
@@ -34,6 +34,16 @@ def resolve_model(
     folder = download(hub_id, HubConfig.of(os.environ), load_format != "dummy", Lines("downloading the model", say))
     check_directory(folder, load_format)
     return folder
+
+
+def _path(model: str) -> Path:
+    """`model` as a path that can be asked whether it is there, or a `ModelError`."""
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, not permitted; a zero byte; ~nobody
+        raise ModelError(f"{model}: cannot be a model: {error}; give a directory, a .gguf file or a hub id") from None
+    return path
 
 
 def _local(path: Path, model: str, load_format: str, progress: Progress) -> Path:

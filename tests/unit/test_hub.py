@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.models import hub
 from engine.models.files import ModelError
@@ -90,6 +92,26 @@ def test_a_revision_that_would_leave_the_cache_is_refused(revision):
     if revision:
         with pytest.raises(ModelError, match="must be a branch, a tag or a commit hash"):
             parse_hub_id(f"org/name@{revision}")
+
+
+@given(st.text(max_size=30) | st.from_regex(r"[\w.-]{1,9}/[\w.@/-]{1,30}"), st.none() | st.text(max_size=9))
+def test_whatever_is_given_is_refused_or_stays_in_the_cache(model, revision):
+    try:
+        found = parse_hub_id(model, revision)
+    except ModelError:
+        return
+    if found is not None:
+        cache = Path("/cache")
+        assert os.path.normpath(hub._Download(found, HubConfig("", cache))._folder("x")).startswith("/cache/models--")
+        assert os.path.normpath(f"/cache/refs/{found.revision}").startswith("/cache/refs/")
+
+
+@pytest.mark.parametrize("model", ["a\0b", "x" * 5000, "~nobody-here/x", "", "\x1b[31m", "/" * 5000 + "x", "a/" * 3000])
+def test_no_text_is_too_strange_to_be_refused_in_one_line(model):
+    with pytest.raises(ModelError) as caught:
+        resolve_model(model)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 2000
 
 
 def test_two_revisions_that_differ_are_refused():

@@ -47,7 +47,15 @@ def test_every_direct_dependency_is_pinned_except_torch_and_its_triton() -> None
 
 
 def test_no_file_names_a_registry_or_a_path_of_a_machine() -> None:
-    registries = (r"pypi\.org", r"pythonhosted", r"download\.pytorch\.org", r"files\.pythonhosted", r"artifactory")
+    registries = (
+        r"pypi\.org",
+        r"pythonhosted",
+        r"download\.pytorch\.org",
+        r"files\.pythonhosted",
+        r"artifactory",
+        r"huggingface\.co",
+        r"\bhf\.co",
+    )
     paths = ("/work" + "/", "/home" + "/", "/Users" + "/", "/opt" + "/wheels")
     pattern = re.compile("|".join([*registries, *map(re.escape, paths)]))
     found = []
