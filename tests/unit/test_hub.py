@@ -394,6 +394,25 @@ def test_progress_lines_come_at_a_bounded_rate():
     assert said[-1] == "downloading the model: 1000 of 1000 MiB, 100 %, 10 MiB/s"
 
 
+def test_the_bar_takes_what_huggingface_hub_does_with_one():
+    """Also for storage that the hub on loopback does not have, where received and written bytes are counted apart."""
+    from huggingface_hub.utils import _xet_progress_reporting as reporting
+
+    seen: list[tuple[int, int]] = []
+    kind = hub._bar(100, lambda done, total: seen.append((done, total)))
+    received, written, files = (kind(total=0, unit=unit, name="x", bar_format="") for unit in ("B", "B", "it"))
+    for count in (30, 50):
+        reporting._update_transfer_bar(received, count)
+        reporting._set_aggregate_rate_postfix(received)
+        written.update(count - 10)
+        files.update(1)
+    reporting._finish_transfer_bar(received)
+    written.set_description("Reconstruction complete")
+    written.refresh()
+    written.update(60)
+    assert seen == [(30, 100), (80, 100), (100, 100)]
+
+
 def test_the_environment_is_read(tmp_path, monkeypatch):
     given = HubConfig.of(
         {"HF_ENDPOINT": "http://127.0.0.1:1/", "HF_HOME": "/cache", "HF_TOKEN": "t", "HF_HUB_OFFLINE": "1"}
