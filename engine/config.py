@@ -114,7 +114,10 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     min_chunk_tokens: Annotated[
         Positive, Meta(description="Prompt tokens that a step may always compute, whatever itl_target_ms says.")
     ] = 64
-    max_queue: Annotated[Positive, Meta(description="Most requests waiting; one more is refused at once.")] = 1024
+    max_queue: Annotated[
+        Positive,
+        Meta(description="Most requests waiting beside those that free rows await; one more is refused at once."),
+    ] = 1024
     max_queue_s: Annotated[
         PositiveSeconds | None,
         Meta(description="Longest wait for admission in seconds; null waits for ever."),

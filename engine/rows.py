@@ -18,6 +18,10 @@ class Rows:
         """Requests that hold a row: active + prefilling + draining. Never above `max_bucket`."""
         return len(self.active) + len(self.prefilling) + len(self.draining)
 
+    def free(self) -> int:
+        """Rows that nobody holds."""
+        return self.max_bucket - self.occupied()
+
     def has_room(self) -> bool:
         """True if one more request may be admitted."""
         return self.occupied() < self.max_bucket

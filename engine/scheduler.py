@@ -76,13 +76,13 @@ class Scheduler:
             self._deliveries.finish(request, "error", complaint)
         elif self._closed:
             self._deliveries.finish(request, "error", CLOSED, refused=True)
-        elif len(self.waiting) >= self.config.max_queue:
+        elif len(self.waiting) - self.rows.free() >= self.config.max_queue:
             self.counters.refused_queue_full += 1
             self._deliveries.finish(
                 request,
                 "error",
-                f"{len(self.waiting)} requests are waiting and max_queue is {self.config.max_queue}; "
-                f"retry later, add workers or raise max_queue",
+                f"{len(self.waiting)} requests are waiting, rows are free for {self.rows.free()} of them and max_queue is "
+                f"{self.config.max_queue}; retry later, add workers or raise max_queue",
                 refused=True,
             )
         else:

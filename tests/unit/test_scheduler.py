@@ -178,17 +178,58 @@ def test_requests_that_can_never_be_served_are_refused_with_both_numbers():
     assert "256" in finished.message
 
 
-def test_a_full_queue_refuses_at_once():
-    lane = SimLane(config(max_bucket=1, max_queue=2), 20)
-    for _ in range(3):
+def test_a_full_queue_refuses_at_once_and_what_a_free_row_awaits_is_not_in_the_queue():
+    lane = SimLane(config(max_bucket=3, max_queue=2), 20)
+    for _ in range(6):
         lane.submit(Job(prompt(5), 1))
     lane._take(lane.scheduler.take_effects())
-    finished = lane.jobs[2].finished
+    finished = lane.jobs[5].finished
     assert finished.refused
-    assert "max_queue is 2" in finished.message
+    assert "5 requests are waiting, rows are free for 3 of them and max_queue is 2" in finished.message
     lane.run()
-    assert lane.jobs[1].finished.reason == "length"
+    assert [lane.jobs[key].finished.reason for key in range(5)] == ["length"] * 5
     assert lane.scheduler.counters.refused_queue_full == 1
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_closed_lane_refuses_what_waits_and_what_comes_and_ends_what_runs(lag):
+    lane = SimLane(config(max_bucket=2, max_in_flight=lag + 1), 20)
+    for _ in range(4):
+        lane.submit(Job(prompt(5), 20))
+    lane.turn()
+    lane.scheduler.close()
+    lane.submit(Job(prompt(5), 20))
+    lane._take(lane.scheduler.take_effects())
+    assert [job.finished.refused for job in list(lane.jobs.values())[2:]] == [True] * 3
+    lane.run()
+    lane.check_at_rest()
+    assert [lane.jobs[key].finished.reason for key in range(2)] == ["length"] * 2
+
+
+def test_what_a_closed_lane_preempts_is_refused_so_that_it_goes_on_elsewhere():
+    lane = SimLane(config(max_bucket=4), 8)
+    for number in range(4):
+        lane.submit(Job([number] * 20, 40))
+    while lane.scheduler.rows.occupied() < 3:
+        lane.turn()
+    lane.scheduler.close()
+    lane.run()
+    lane.check_at_rest()
+    assert lane.scheduler.counters.preemptions > 0
+    reasons = [(job.finished.reason, job.finished.refused) for job in lane.jobs.values()]
+    assert set(reasons) == {("length", False), ("error", True)}
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_only_what_a_failed_step_took_may_be_tried_elsewhere(lag):
+    lane = SimLane(config(max_bucket=2, max_in_flight=lag + 1), 20)
+    lane.fail_step(0)
+    for _ in range(3):
+        lane.submit(Job(prompt(5), 20))
+    lane.run()
+    lane.check_at_rest()
+    ends = [(job.finished.reason, job.finished.refused, job.finished.retryable) for job in lane.jobs.values()]
+    assert ends == [("error", False, True), ("error", False, True), ("length", False, False)]
 
 
 def test_a_request_that_waits_too_long_is_refused_and_one_that_runs_is_not():
