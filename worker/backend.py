@@ -1,6 +1,7 @@
 """Dynamo's `LLMEngine` over an engine core in a process of its own."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -160,7 +161,9 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         self._served = self._model(ready, defaults)
         self._load = LoadReporter(ready.usable_pages, self.config.load_publish_interval_s, self._around.clock)
         self._load_timer = asyncio.get_running_loop().create_task(self._report_regularly())
-        sources = metrics.Sources(lambda: self._live_client().stats, ready, self._published)
+        sources = metrics.Sources(
+            lambda: self._live_client().stats, ready, self._published, lambda: len(asyncio.all_tasks(self._loop))
+        )
         self._registry, self._observed = metrics.build_registry(sources)
         logger.info("worker %x: %s", worker_id, ready.load_line)
         return self._registration(ready)
@@ -244,7 +247,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
                 self._end(running, "error" if isinstance(cause, Exception) else "cancelled")
                 raise
             finally:
-                self._leave(running)
+                self._on_loop(lambda: self._leave(running))
         except DynamoException:
             raise
         except Exception as error:  # a ValueError or TypeError would reach the client as if it were its own fault
@@ -283,6 +286,20 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         self._running.setdefault(submit.request_id, []).append(running)
         self._idle.clear()
         return running
+
+    def _on_loop(self, act: Callable[[], None]) -> None:
+        """Do `act` on the event loop, now if this is its thread. A stream that Dynamo drops is closed by whatever thread
+        lets go of it last, and on those of Dynamo's runtime no loop runs.
+        """
+        try:
+            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is self._loop or self._loop is None:
+            act()
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every request
+                self._loop.call_soon_threadsafe(act)
 
     def _leave(self, running: _Running) -> None:
         """Forget a request, and have the core forget it too if it has not ended there: the client may just be gone."""

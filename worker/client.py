@@ -258,8 +258,8 @@ class CoreClient:
 
     def _schedule_flush(self) -> None:
         if not self._flush_scheduled:
-            self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
+            self._flush_scheduled = True  # only now: a flush that is waited for and never comes would be the last
 
     def _flush(self) -> None:
         self._flush_scheduled = False

@@ -27,6 +27,8 @@ class Sources:
     ready: Ready
     published: Callable[[], tuple[int, int, int]]
     """Blocks announced, blocks withdrawn, events not taken."""
+    tasks: Callable[[], int]
+    """asyncio tasks of the worker. A scrape is answered on another thread than the event loop's."""
 
 
 class Latency:
@@ -103,6 +105,7 @@ class LaneCollector:
         yield _gauge("kv_usable_pages", "Pages of the KV pool without the padding page.", ready.usable_pages)
         yield _gauge("kv_page_size_tokens", "Tokens of a KV page.", ready.page_size)
         yield _gauge("servable_length_tokens", "Longest request, prompt and output together.", ready.servable_length)
+        yield _gauge("worker_tasks", "asyncio tasks of the worker's event loop.", self._sources.tasks())
         yield _gauge("queue_age_seconds", "How long the oldest waiting request has waited.", stats.queue_age_s)
         yield _by_label("memory_bytes", "Memory taken at start-up, by part.", "part", ready.memory)
         yield _by_label("startup_seconds", "Start-up time of the engine core, by phase.", "phase", ready.seconds)

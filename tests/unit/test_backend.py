@@ -299,6 +299,20 @@ async def test_a_consumer_that_drops_the_stream_frees_the_core(model):
         assert counted(backend) == {"cancelled": 1}
 
 
+async def test_a_stream_that_another_thread_lets_go_of_frees_the_core_and_harms_no_other(model):
+    """Dynamo asks for chunks on threads of its own, where no loop has hooks that would close a generator at home."""
+    async with started(model, "--step-s", "0.01") as (backend, _):
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(None, None)
+        streams = [backend.generate(request(max_tokens=10000), Context())]
+        await anext(streams[0])
+        sys.set_asyncgen_hooks(*hooks)
+        await asyncio.to_thread(streams.clear)
+        await until(lambda: gauges(backend) == (0, 0, 0))
+        assert counted(backend) == {"cancelled": 1}
+        check_stream(await asyncio.wait_for(collect(backend, request()), 5))
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 async def test_a_consumer_that_is_cancelled_while_it_waits_frees_the_core(model, tokens):
     async with started(model, "--step-s", "0.2") as (backend, _):

@@ -22,7 +22,7 @@ STATS = Stats(**{name: type(default)(1000 + index) for index, (name, default) in
 
 
 def scrape(stats: Stats = STATS) -> tuple[dict[tuple[str, str], float], dict, RequestMetrics]:
-    registry, requests = build_registry(Sources(lambda: stats, READY, lambda: (5, 6, 7)))
+    registry, requests = build_registry(Sources(lambda: stats, READY, lambda: (5, 6, 7), lambda: 8))
     return samples(registry), families(registry), requests
 
 
@@ -104,7 +104,7 @@ def test_reasons_are_there_before_they_occur():
 
 
 def test_latencies_are_observed_in_seconds_and_counted_up_to_each_bound():
-    registry, requests = build_registry(Sources(lambda: STATS, READY, lambda: (0, 0, 0)))
+    registry, requests = build_registry(Sources(lambda: STATS, READY, lambda: (0, 0, 0), lambda: 0))
     for seconds in (0.001, 0.004, 0.0041, 100.0):
         requests.inter_token_latency.observe(seconds)
     requests.time_to_first_token.observe(0.02)
