@@ -36,9 +36,12 @@ class FakeHub:
     """Answer everything with this status."""
     cut_after: int | None = None
     """Close the connection after so many bytes of the next file that is larger; once."""
+    silent: str | None = None
+    """Never answer a path that holds this."""
     redirect: str | None = None
     """Where files are said to lie instead."""
     requests: list[Request] = field(default_factory=list)
+    closing: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
     def downloaded(self) -> set[str]:
@@ -68,7 +71,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         hub, path = self.hub, unquote(urlsplit(self.path).path)
         hub.requests.append(Request(self.command, path, {k.lower(): v for k, v in self.headers.items()}, self.name))
-        if hub.status is not None:
+        if hub.silent is not None and hub.silent in path:
+            hub.closing.wait(30.0)
+            self.close_connection = True
+        elif hub.status is not None:
             self._send(hub.status, b"{}")
         elif path.startswith("/files/"):
             self._send_file(path.removeprefix("/files/"), {})
@@ -151,6 +157,7 @@ def serve(hub: FakeHub, name: str = "hub") -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
+        hub.closing.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ _REVISION = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILE = re.compile(r"\w[\w.-]*", re.ASCII)
 _LONGEST = 96
+_AT_ONCE = 4
 _TEXT_FILES = tuple(name for name in SIZE_LIMITS if name != INDEX_FILE)
 # Mistral's own format beside Hugging Face's: the same weights once more.
 _SECOND_COPY = "consolidated"
@@ -136,7 +138,7 @@ class _Download:
             return folder  # also where the cache is read-only
         missing = sum(sizes[name] for name in lacking)
         self._check_disk(missing)
-        folder = self._fetch(names, missing, progress)
+        self._fetch(lacking, commit, _bar(missing, progress))
         if progress is not None and lacking:
             progress(missing, missing)
         return folder
@@ -232,38 +234,66 @@ class _Download:
             f"{self._id}: {what} in {self._config.cache}; make room, or set HF_HOME to a folder on a larger disk"
         )
 
-    def _fetch(self, names: list[str], missing: int, progress: Progress | None) -> Path:
-        from huggingface_hub import snapshot_download
+    def _fetch(self, names: list[str], commit: str, bar: Any) -> None:
+        """Download files one by one, a few at a time.
 
-        try:
-            return Path(
-                snapshot_download(
-                    self._id.repo,
-                    revision=self._id.revision,
-                    allow_patterns=names,
-                    cache_dir=self._config.cache,
-                    endpoint=self._config.endpoint,
-                    token=self._config.token or False,
-                    etag_timeout=self._config.timeout_s,
-                    tqdm_class=_bar(missing, progress),
-                )
+        Not by snapshot_download, which lists the repository once more, and without bounds: a hub that never answers
+        would be waited for without end.
+        """
+        from huggingface_hub import hf_hub_download
+
+        def fetch(name: str) -> None:
+            hf_hub_download(
+                self._id.repo,
+                name,
+                revision=commit,
+                cache_dir=self._config.cache,
+                endpoint=self._config.endpoint,
+                token=self._config.token or False,
+                etag_timeout=self._config.timeout_s,
+                tqdm_class=bar,
             )
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._disk_full("the disk is full") from None
-            if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-                raise ModelError(
-                    f"{self._config.cache}: cannot be written: {error.strerror}; set HF_HOME to another folder"
-                ) from None
-            raise ModelError(
-                f"{self._id}: the download from {self._config.endpoint} stopped: {_said(error)}; start again, "
-                "files that are complete are kept"
-            ) from None
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            futures = [pool.submit(fetch, name) for name in names]
+            try:
+                for future in futures:
+                    future.result()
+                self._write_ref(commit)
+            except Exception as error:
+                raise self._stopped(error) from None
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def _stopped(self, error: Exception) -> ModelError:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return self._disk_full("the disk is full")
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            return ModelError(
+                f"{self._config.cache}: cannot be written: {error.strerror}; set HF_HOME to another folder"
+            )
+        return ModelError(
+            f"{self._id}: the download from {self._config.endpoint} stopped: {_said(error)}; start again, "
+            "files that are complete are kept"
+        )
+
+    def _write_ref(self, commit: str) -> None:
+        """Note which commit the revision is, once all of it is there: offline it leads to the files."""
+        if self._id.revision == commit:
+            return
+        ref = self._ref()
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        partial = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
+        partial.write_text(commit, encoding="ascii")
+        partial.replace(ref)
+
+    def _ref(self) -> Path:
+        return self._folder("").parent / "refs" / self._id.revision
 
     def _cached_commit(self) -> str:
         """The commit that the cache has for the revision, or else the revision, which may be a commit itself."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            return (self._folder("").parent / "refs" / self._id.revision).read_text(encoding="ascii").strip()
+            return self._ref().read_text(encoding="ascii").strip()
         return self._id.revision
 
     def _cached(self, weights: bool, why: str) -> Path:
@@ -298,31 +328,34 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _bar(total: int, progress: Progress | None) -> Any:
-    """A class that huggingface_hub takes for a progress bar and that reports to `progress` instead of drawing.
+def _bar(total: int, progress: Progress | None) -> type:
+    """A class that huggingface_hub takes for a progress bar, one for each file; together they tell `progress`.
 
-    Some versions count bytes in one bar, others received and written ones in two: the furthest one counts.
+    It has what huggingface_hub's own stand-in for several bars has: received bytes are told apart from written ones.
     """
-    from tqdm.auto import tqdm
-
     lock = threading.Lock()
-    furthest = 0
+    written = 0
 
-    class Bar(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.counts_bytes = kwargs.get("unit") == "B"
-            self.bytes = 0
-            kwargs.pop("name", None)
-            super().__init__(*args, **{**kwargs, "disable": True})
+    class Bar:
+        def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
+            self.update(initial)
 
-        def update(self, n: float | None = 1) -> None:
-            nonlocal furthest
-            if not self.counts_bytes:
-                return
+        def __enter__(self) -> "Bar":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.close()
+
+        def close(self) -> None: ...
+        def update_transfer(self, count: float | None = 1) -> None: ...
+        def set_postfix_str(self, text: str, refresh: bool = False) -> None: ...
+        def set_transfer_postfix_str(self, text: str, refresh: bool = False) -> None: ...
+
+        def update(self, count: float | None = 1) -> None:
+            nonlocal written
             with lock:
-                self.bytes += int(n or 0)
-                if progress is not None and self.bytes > furthest:
-                    furthest = self.bytes
-                    progress(min(furthest, total), total)
+                written += int(count or 0)
+                if progress is not None and count:
+                    progress(min(written, total), total)
 
     return Bar

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,7 +193,7 @@ def test_a_complete_cache_may_be_read_only(fake, config, monkeypatch):
     import huggingface_hub
 
     folder = download(ID, config)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("nothing is to be written"))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: pytest.fail("nothing is to be written"))
     assert download(ID, config) == folder
     assert download(HubId(REPO, COMMIT), config) == folder
 
@@ -313,6 +314,18 @@ def test_a_hub_that_never_answers_is_given_up():
             download(ID, HubConfig(url, Path("/nonexistent"), timeout_s=0.3))
 
 
+@pytest.mark.parametrize("route", ["/api/", "/resolve/"])
+def test_a_hub_that_stops_answering_is_not_waited_for_without_end(fake, config, monkeypatch, route):
+    from huggingface_hub import file_download
+    from huggingface_hub.utils import _http
+
+    monkeypatch.setattr(file_download, "_ETAG_RETRY_TIMEOUT", 0.2)
+    monkeypatch.setattr(_http, "time", SimpleNamespace(time=time.time, sleep=lambda seconds: None))
+    fake.silent = route
+    with pytest.raises(ModelError, match=r"Timeout|timed out|cannot be reached|stopped"):
+        download(ID, other(config, timeout_s=0.2))
+
+
 def test_a_cache_serves_where_no_hub_does(fake, config):
     folder = download(ID, config)
     fake.requests.clear()
@@ -374,7 +387,7 @@ def test_what_fails_in_the_middle_is_one_line(fake, config, monkeypatch, number,
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     with pytest.raises(ModelError, match=text):
         download(ID, config)
 
@@ -396,21 +409,25 @@ def test_progress_lines_come_at_a_bounded_rate():
 
 def test_the_bar_takes_what_huggingface_hub_does_with_one():
     """Also for storage that the hub on loopback does not have, where received and written bytes are counted apart."""
-    from huggingface_hub.utils import _xet_progress_reporting as reporting
+    from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 
     seen: list[tuple[int, int]] = []
     kind = hub._bar(100, lambda done, total: seen.append((done, total)))
-    received, written, files = (kind(total=0, unit=unit, name="x", bar_format="") for unit in ("B", "B", "it"))
-    for count in (30, 50):
-        reporting._update_transfer_bar(received, count)
-        reporting._set_aggregate_rate_postfix(received)
-        written.update(count - 10)
-        files.update(1)
-    reporting._finish_transfer_bar(received)
-    written.set_description("Reconstruction complete")
-    written.refresh()
-    written.update(60)
-    assert seen == [(30, 100), (80, 100), (100, 100)]
+    with XetDownloadProgressReporter(
+        reconstruction_desc="x", transfer_desc="y", total=60, log_level=0, name="z", tqdm_class=kind
+    ) as reporter:
+        for received, written in ((30, 10), (60, 50), (60, 60)):
+            reporter.update_progress(
+                SimpleNamespace(
+                    total_bytes=60,
+                    total_bytes_completed=written,
+                    total_transfer_bytes_completed=received,
+                    total_bytes_completion_rate=1.0,
+                    total_transfer_bytes_completion_rate=None,
+                )
+            )
+    kind(total=40, initial=40, unit="B")
+    assert seen == [(10, 100), (50, 100), (60, 100), (100, 100)]
 
 
 def test_the_environment_is_read(tmp_path, monkeypatch):
