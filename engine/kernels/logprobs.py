@@ -22,6 +22,16 @@ class LogprobColumns(NamedTuple):
     """int32: how many of the likeliest tokens are wanted."""
 
 
+@triton.jit
+def list_many(values, ids, gathered, size, top, rate, wished, log_total, top_ids, top_values, BLOCK: tl.constexpr):
+    """Write the `wished` likeliest of many candidates and their log probabilities, one search for each."""
+    least, greatest, _, _ = extent(values, ids, gathered, size, top, rate, float("inf"), BLOCK=BLOCK)
+    for place in range(0, wished):
+        token, logit = nth(values, ids, gathered, size, top, rate, least, greatest, place, BLOCK=BLOCK)
+        tl.store(top_ids + place, token)
+        tl.store(top_values + place, logit - top - log_total)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots", "targets", "own", "top_ids", "top_values"])
 def _read_logprobs(
     logits,
@@ -69,11 +79,19 @@ def _read_logprobs(
             if count > MANY:
                 row_values = logits + row * row_stride
                 gathered, size = 0, vocab
-            least, greatest, _, _ = extent(row_values, row_ids, gathered, size, top, rate, float("inf"), BLOCK=BLOCK)
-            for place in range(0, wished):
-                token, logit = nth(row_values, row_ids, gathered, size, top, rate, least, greatest, place, BLOCK=BLOCK)
-                tl.store(top_ids + out + place, token)
-                tl.store(top_values + out + place, logit - top - log_total)
+            list_many(
+                row_values,
+                row_ids,
+                gathered,
+                size,
+                top,
+                rate,
+                wished,
+                log_total,
+                top_ids + out,
+                top_values + out,
+                BLOCK,
+            )
 
 
 class LogprobOutputs(NamedTuple):
