@@ -78,6 +78,11 @@ class Owner:
             for key, logprobs in given.items():
                 taken[key] = taken[key].joined(logprobs) if key in taken else logprobs
 
+    def preempt(self, key: int) -> None:
+        """Have a request that holds a row give way now, as when pages run out."""
+        rows = self.lane.scheduler.rows
+        self.lane.scheduler._preempt((rows.prefilling | rows.active)[key])
+
     def run(self) -> None:
         """Turn until nothing is left to do or to be told."""
         while not self.lane.idle:

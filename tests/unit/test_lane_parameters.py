@@ -90,6 +90,21 @@ def test_penalties_are_those_of_transformers_and_openai(directory, model, sampli
         assert built.lane.stats().preemptions > 0 or memory != TIGHT
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize(("sampling", "adjust"), CASES.values(), ids=CASES)
+def test_penalties_survive_a_preemption_amid_the_output(directory, model, sampling, adjust, lag):
+    expected, _ = generate(model, PROMPT, COUNT, adjust)
+    owner = Owner(build(directory, pipeline_depth=lag).lane)
+    key = owner.submit(PROMPT, COUNT, sampling)
+    for tokens in (7, 20):
+        while len(owner.tokens[key]) < tokens:
+            owner.turn()
+        owner.preempt(key)
+    owner.run()
+    assert owner.tokens[key] == expected
+    assert owner.lane.stats().preemptions == 2
+
+
 def test_min_tokens_suppresses_what_ends_the_text_as_in_transformers(directory, model):
     free, _ = generate(model, PROMPT, COUNT, lambda _, logits: logits)
     stop = tuple({free[0], free[3], free[7], 311})
@@ -114,7 +129,25 @@ def test_a_token_may_end_the_text_right_behind_the_least_length(directory, model
     at = free.index(free[5])
     key = owner.submit(PROMPT, COUNT, Sampling(min_tokens=at), (free[5],))
     owner.run()
+    later = owner.submit(PROMPT, COUNT, Sampling(min_tokens=at + 1), (free[5],))
+    owner.run()
     assert (owner.tokens[key], owner.finished[key].reason) == (free[: at + 1], "stop")
+    assert owner.tokens[later][:at] == free[:at]
+    assert owner.tokens[later][at] != free[5]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_min_tokens_counts_from_the_prompt_also_after_a_preemption(directory, model, lag):
+    free, _ = generate(model, PROMPT, 20, lambda _, logits: logits)
+    processor = transformers.MinNewTokensLengthLogitsProcessor(len(PROMPT), 15, [free[12]], device="cpu")
+    expected, _ = generate(model, PROMPT, 15, processor)
+    owner = Owner(build(directory, pipeline_depth=lag).lane)
+    key = owner.submit(PROMPT, COUNT, Sampling(min_tokens=15), (free[12],))
+    while len(owner.tokens[key]) < 6:
+        owner.turn()
+    owner.preempt(key)
+    owner.run()
+    assert owner.tokens[key][:15] == expected
 
 
 def log_softmax(raw: torch.Tensor) -> np.ndarray:
@@ -186,6 +219,28 @@ def test_prompt_log_probabilities_are_those_of_transformers_and_never_read_from_
     assert owner.tokens[after] == owner.tokens[plain]
     assert set(owner.prompt_logprobs) == {scored, *range(1, 7)}
     assert all(owner.prompt_scores(n + 1).own.shape == (len(other) - 1,) for n, other in enumerate(OTHERS))
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_log_probabilities_come_once_also_after_preemptions_amid_prompt_and_output(directory, model, lag):
+    expected, raw = generate(model, PROMPT, COUNT, lambda _, logits: logits)
+    with torch.inference_mode():
+        raw_prompt = model(torch.tensor([PROMPT])).logits[0, :-1].float()
+    owner = Owner(build(directory, pipeline_depth=lag, max_chunk_tokens=16).lane)
+    key = owner.submit(PROMPT, COUNT, Sampling(prompt_logprobs=3, logprobs=2))
+    while key not in owner.prompt_logprobs:
+        owner.turn()
+    assert len(owner.prompt_scores(key).own) < len(PROMPT) - 1
+    owner.preempt(key)
+    while len(owner.tokens[key]) < 9:
+        owner.turn()
+    check_scores(owner.prompt_scores(key), PROMPT[1:], raw_prompt, 3)
+    owner.preempt(key)
+    owner.run()
+    assert owner.tokens[key] == expected
+    check_scores(owner.scores(key), expected, raw, 2)
+    check_scores(owner.prompt_scores(key), PROMPT[1:], raw_prompt, 3)
+    assert owner.lane.stats().preemptions == 2
 
 
 def test_a_prompt_of_one_token_has_no_log_probabilities(directory):
