@@ -81,8 +81,8 @@ class Scheduler:
             self._deliveries.finish(
                 request,
                 "error",
-                f"{len(self.waiting)} requests are waiting, rows are free for {self.rows.free()} of them and max_queue is "
-                f"{self.config.max_queue}; retry later, add workers or raise max_queue",
+                f"{len(self.waiting)} requests are waiting, rows are free for {self.rows.free()} of them and max_queue "
+                f"is {self.config.max_queue}; retry later, add workers or raise max_queue",
                 refused=True,
             )
         else:

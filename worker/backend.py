@@ -288,8 +288,9 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         return running
 
     def _on_loop(self, act: Callable[[], None]) -> None:
-        """Do `act` on the event loop, now if this is its thread. A stream that Dynamo drops is closed by whatever thread
-        lets go of it last, and on those of Dynamo's runtime no loop runs.
+        """Do `act` on the event loop, now if this is its thread.
+
+        A stream that Dynamo drops is closed by whatever thread lets go of it last, and on Dynamo's own no loop runs.
         """
         try:
             here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()

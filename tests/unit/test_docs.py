@@ -22,7 +22,7 @@ def test_links_between_pages_lead_somewhere():
 
 def test_every_metric_that_is_documented_exists_and_every_one_that_exists_is_documented():
     ready = Ready(1, 16, 16, "h", 1, "", {"total": 1}, {"total": 1.0})
-    registry, _ = build_registry(Sources(Stats, ready, lambda: (0, 0, 0)))
+    registry, _ = build_registry(Sources(Stats, ready, lambda: (0, 0, 0), lambda: 0))
     exported = set(re.findall(r"^# TYPE (pagelane_\w+)", generate_latest(registry).decode(), re.MULTILINE))
     exported = {name for name in exported if not name.endswith("_created")}
     documented = set(re.findall(r"`(pagelane_\w+)", (ROOT / "docs" / "serving.md").read_text()))
