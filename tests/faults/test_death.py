@@ -78,6 +78,18 @@ async def test_a_worker_that_stood_still_past_its_lease_ends_and_loses_no_stream
             pass
 
 
+async def test_a_worker_that_nobody_can_find_any_more_drains_and_ends(tiny: Path, tmp_path: Path) -> None:
+    with SimStack(tiny, directory=tmp_path, workers=2, sim=SIM) as stack:
+        lost = stack.workers[0]
+        async with under_load(stack):
+            registered = stack.local.directory / "discovery/v1/instances"
+            for path in registered.rglob(f"{lost.instance_id:x}"):
+                path.unlink()
+            assert await asyncio.to_thread(ended, stack, lost) == 1
+        assert "gone from discovery" in lost.child.reason
+        await consistent(stack)
+
+
 async def test_a_pause_shorter_than_the_lease_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     with SimStack(tiny, directory=tmp_path, workers=2, sim=SIM) as stack:
         paused = stack.workers[0]
