@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from worker.broker import EventBroker
 from worker.config import MAX_SYSTEM_PORT
 from worker.process import Child, ChildConfig, start_child
 
@@ -114,6 +115,7 @@ class LocalStack:
         self.model = ""
         """Name of the served model, once there is one."""
         self._directory: Path | None = None
+        self._broker: EventBroker | None = None
         self._watchers: set[asyncio.Task[None]] = set()
         self._started = 0
         self._unlisted = False
@@ -141,6 +143,7 @@ class LocalStack:
         self.port = self.port or free_port(PORTS)
         check_port(self.config.host, self.port)
         self._directory = Path(tempfile.mkdtemp(prefix="pagelane-local-"))
+        self._broker = EventBroker(LOOPBACK)
         await self.start_frontend()
         for _ in range(self.config.workers):
             await self.add_worker(wait=False)
@@ -248,6 +251,9 @@ class LocalStack:
         await asyncio.gather(*(child.wait() for child in self.children()))
         for watcher in self._watchers:
             watcher.cancel()
+        if self._broker is not None:
+            self._broker.close()
+            self._broker = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
         return left
@@ -284,6 +290,7 @@ class LocalStack:
             "DYN_TCP_RPC_HOST": LOOPBACK,
             "DYN_TCP_RESPONSE_STREAM_HOST": response_stream_host(metadata.version("ai-dynamo")),
             "DYN_EVENT_PLANE_HOST": LOOPBACK,
+            **({"DYN_ZMQ_BROKER_URL": self._broker.url} if self._broker is not None else {}),
             # An error of a streamed request becomes a status code only if the frontend looks before it sends 200.
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "50",
             "DYN_LOGGING_JSONL": "1",

@@ -1,6 +1,5 @@
-"""What a worker, its engine core and the frontend listen on under loopback settings: loopback, and one exception."""
+"""What a worker, its engine core and the frontend listen on under loopback settings: loopback."""
 
-import json
 import os
 import socket
 import struct
@@ -45,13 +44,6 @@ def unix_listeners(pid: int) -> list[str]:
     return [row[7] if len(row) > 7 else "" for row in rows if int(row[3], 16) & 0x10000 and row[6] in own]
 
 
-def event_ports(stack: Stack) -> set[int]:
-    """Ports of Dynamo's own ZMQ publishers, which bind every interface whatever address they announce (1.6.1)."""
-    channels = [path for path in (stack.local.directory / "discovery/v1/event_channels").rglob("*") if path.is_file()]
-    endpoints = [json.loads(path.read_text())["transport"]["config"]["endpoint"] for path in channels]
-    return {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
-
-
 def test_nothing_listens_beyond_the_configured_addresses(stack: Stack):
     worker = psutil.Process(stack.workers[0].child.pid)
     assert stack.local.frontend is not None
@@ -60,7 +52,8 @@ def test_nothing_listens_beyond_the_configured_addresses(stack: Stack):
     assert {stack.local.port} <= {port for _, port in frontend}  # so that an empty list would show
     assert stack.workers[0].system_port in {port for _, port in listening}
     assert {host for host, _ in frontend} <= LOOPBACK
-    assert {port for host, port in listening if host not in LOOPBACK} <= event_ports(stack)
+    assert {host for host, _ in listening} <= LOOPBACK
+    assert {host for host, _ in tcp_listeners(os.getpid())} <= LOOPBACK  # the launcher holds the broker of events
 
 
 def test_the_core_listens_on_nothing_and_the_path_to_its_socket_is_gone(stack: Stack):
