@@ -171,9 +171,12 @@ class FakeCore:
             self.beat()
         time.sleep(self.options.step_s)
         events: list[Stored | Removed] = []
+        cached: dict[int, int] = {}
         while self.waiting and len(self.active) < config.max_bucket:
             submit = self.waiting.popleft()
-            self.active[submit.key] = Row(submit, self.admit(submit, events))
+            row = self.active[submit.key] = Row(submit, self.admit(submit, events))
+            if row.cached:
+                cached[submit.key] = row.cached
         keys, tokens, finished = [], [], []
         for key, row in list(self.active.items()):
             token = row.next_token()
@@ -191,7 +194,7 @@ class FakeCore:
         self.steps += 1
         self.counts["generated_tokens"] += len(tokens)
         self.last_step = time.monotonic()
-        self.send(StepOutput(keys, np.array(tokens, dtype="<i4").tobytes(), finished, events, self.stats()))
+        self.send(StepOutput(keys, np.array(tokens, dtype="<i4").tobytes(), finished, events, self.stats(), cached))
 
     def admit(self, submit: Submit, events: list[Stored | Removed]) -> int:
         digests = split_digests(submit.block_hashes, self.digest_size)

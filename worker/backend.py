@@ -18,12 +18,12 @@ from dynamo.common.backend.engine import EngineConfig, LLMEngine, LlmRegistratio
 from dynamo.common.backend.health_check import build_health_check_payload, is_probe
 from dynamo.common.backend.publisher import PushSource
 from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
-from dynamo.llm.exceptions import CannotConnect, DynamoException, EngineShutdown, InvalidArgument, Unknown
+from dynamo.llm.exceptions import DynamoException, EngineShutdown, InvalidArgument, Unknown
 
-from engine.messages import Finished, Logprobs, Ready, Sampling, Submit
+from engine.messages import Finished, Ready, Sampling, Submit
 from kv.hashing import Blake2bHasher
 from worker import convert, metrics
-from worker.chunks import Chunk, final_chunk, prompt_logprobs, token_chunk, usage
+from worker.chunks import Chunk, final_chunk
 from worker.client import CORE_COMMAND, ClientConfig, CoreClient, CoreError, Listener
 from worker.config import ConfigError, WorkerConfig
 from worker.flags import load_config
@@ -39,7 +39,7 @@ from worker.registration import (
     resolved,
     served_name,
 )
-from worker.stream import Stream
+from worker.running import Running, cancelled
 
 logger = logging.getLogger("pagelane")
 
@@ -56,18 +56,6 @@ class Surroundings:
     watch: RegistrationWatch = field(default_factory=RegistrationWatch)
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A request that the core works on."""
-
-    submit: Submit
-    context: Any
-    stream: Stream
-    last: float
-    """When its last chunk left, at first when it arrived."""
-    ended: bool = False
-
-
 class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
     """One worker: requests in, chunks out, an engine core behind it. `config.model` is a directory (see `resolved`).
 
@@ -80,7 +68,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         self._around = surroundings or Surroundings()
         self._random = self._around.rng()
         self._keys = itertools.count(1)
-        self._running: dict[str, list[_Running]] = {}
+        self._running: dict[str, list[Running]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._leaving = False
@@ -235,16 +223,16 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             submit = self._admitted(request, context)
             if context.is_stopped():
                 self._observations().finished.labels("cancelled").inc()
-                yield final_chunk([], _cancelled(submit, 0, 0))
+                yield final_chunk([], cancelled(submit, 0, 0))
                 return
             running = self._enter(submit, context, arrived)
             try:
                 while not running.ended:
-                    chunk = self._next_chunk(running, await running.stream.take())
+                    chunk = running.next_chunk(await running.stream.take(), draining=self._draining)
                     if chunk is not None:
                         yield chunk
             except BaseException as cause:  # GeneratorExit and CancelledError: the consumer has closed the stream
-                self._end(running, "error" if isinstance(cause, Exception) else "cancelled")
+                running.end("error" if isinstance(cause, Exception) else "cancelled")
                 raise
             finally:
                 self._on_loop(lambda: self._leave(running))
@@ -281,8 +269,9 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             submit, block_hashes=b"".join(self._hasher.chain(submit.prompt, submit.cache_salt))
         )
 
-    def _enter(self, submit: Submit, context: Any, arrived: float) -> _Running:
-        running = _Running(submit, context, self._live_client().submit(submit), arrived)
+    def _enter(self, submit: Submit, context: Any, arrived: float) -> Running:
+        stream = self._live_client().submit(submit)
+        running = Running(submit, context, stream, self._observations(), self._around.clock, arrived)
         self._running.setdefault(submit.request_id, []).append(running)
         self._idle.clear()
         return running
@@ -302,7 +291,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every request
                 self._loop.call_soon_threadsafe(act)
 
-    def _leave(self, running: _Running) -> None:
+    def _leave(self, running: Running) -> None:
         """Forget a request, and have the core forget it too if it has not ended there: the client may just be gone."""
         self._live_client().cancel(running.submit.key)
         siblings = self._running[running.submit.request_id]
@@ -311,54 +300,6 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             del self._running[running.submit.request_id]
         if not self._running:
             self._idle.set()
-
-    def _next_chunk(self, running: _Running, tokens: list[int]) -> Chunk | None:
-        """The chunk for new `tokens`, terminal if the request has ended. Raises if it ended badly."""
-        if tokens:
-            self._observe(running, len(tokens))
-        end = self._end_of(running)
-        if end is None:
-            return _token_chunk(running, tokens) if tokens else None
-        self._end(running, end.reason)
-        return final_chunk(tokens, end, running.stream.take_logprobs(), _prompt_logprobs(running))
-
-    def _end(self, running: _Running, reason: str) -> None:
-        """Count a request's end; only the first time, so that each request has one reason."""
-        if not running.ended:
-            running.ended = True
-            self._observations().finished.labels(reason).inc()
-
-    def _observe(self, running: _Running, count: int) -> None:
-        now, observed = self._around.clock(), self._observations()
-        if running.stream.delivered == count:
-            observed.time_to_first_token.observe(now - running.last)
-        else:
-            observed.inter_token_latency.observe((now - running.last) / count)
-        running.last = now
-
-    def _end_of(self, running: _Running) -> Finished | None:
-        """How a request ended, None if it goes on."""
-        stream, request_id = running.stream, running.submit.request_id
-        if stream.error is not None:
-            raise EngineShutdown(stream.error)
-        if stream.end is None:
-            gone = stream.cancelled or running.context.is_stopped()
-            return _cancelled(running.submit, stream.delivered, stream.cached_tokens) if gone else None
-        if stream.end.refused and self._draining:
-            running.ended = True
-            self._observations().refused.labels("shutdown").inc()
-            raise EngineShutdown(stream.end.message)
-        if stream.end.refused:
-            running.ended = True
-            self._observations().refused.labels("capacity").inc()
-            logger.warning("request %s: refused: %s", request_id, stream.end.message)
-            raise CannotConnect(stream.end.message)
-        if stream.end.reason == "error":
-            logger.error("request %s: %s", request_id, stream.end.message)
-            if stream.end.retryable:
-                raise CannotConnect(stream.end.message)
-            raise Unknown(stream.end.message)
-        return stream.end
 
     async def abort(self, context: Any) -> None:
         """The client has gone: its stream ends now. Requests may share an id, so the context decides."""
@@ -454,26 +395,3 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         if self._observed is None:
             raise EngineShutdown("this worker has not started")
         return self._observed
-
-
-def _cancelled(submit: Submit, delivered: int, cached_tokens: int) -> Finished:
-    return Finished(submit.key, "cancelled", len(submit.prompt) // 4, delivered, cached_tokens)
-
-
-def _token_chunk(running: _Running, tokens: list[int]) -> Chunk:
-    """The first one says what the request has used, for a client that stops early: a stop string that the frontend
-    finds cancels the request, and the last chunk never arrives.
-    """
-    stream = running.stream
-    chunk = token_chunk(tokens, stream.take_logprobs())
-    if stream.delivered == len(tokens):
-        chunk["completion_usage"] = usage(len(running.submit.prompt) // 4, stream.delivered, stream.cached_tokens)
-    return chunk
-
-
-def _prompt_logprobs(running: _Running) -> list[dict[str, Any] | None] | None:
-    """None if they were not asked for, or if the request has ended before its prompt was computed."""
-    submit, scored = running.submit, running.stream.prompt_logprobs or Logprobs(b"")
-    if submit.sampling.prompt_logprobs is None or scored.tokens < len(submit.prompt) // 4 - 1:
-        return None
-    return prompt_logprobs(submit.prompt, scored)

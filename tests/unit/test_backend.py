@@ -26,6 +26,7 @@ from kv.hashing import Blake2bHasher, event_hash
 from tests.models import tiny_model
 from worker import backend as backend_module
 from worker import registration
+from worker import running as running_module
 from worker.backend import Backend, Surroundings
 from worker.config import WorkerConfig
 from worker.publish import LoadReporter
@@ -376,6 +377,35 @@ async def test_a_full_queue_sends_the_client_elsewhere(model):
         assert counted(backend) == {"length": 2}
 
 
+async def test_usage_is_told_in_the_first_chunk_and_exact_in_a_cancelled_end(model):
+    """The frontend never sees the last chunk of a request that it cancels itself, for a stop string."""
+    async with started(model, "--step-s", "0.02") as (backend, _):
+        await collect(backend, request(range(40), 2))
+        context = Context()
+        chunks = []
+        async for chunk in backend.generate(request(range(40), 1000), context):
+            chunks.append(chunk)
+            if len(chunks) == 3:
+                context.stop_generating()
+                await backend.abort(context)
+        check_stream(chunks)
+        told = chunks[0]["completion_usage"]
+        assert (told["prompt_tokens"], told["completion_tokens"]) == (40, len(chunks[0]["token_ids"]))
+        assert told["prompt_tokens_details"] == {"cached_tokens": 32}
+        assert all("completion_usage" not in chunk for chunk in chunks[1:-1])
+        end = chunks[-1]
+        assert end["finish_reason"] == "cancelled"
+        assert end["completion_usage"]["completion_tokens"] == len(tokens_of(chunks)) >= 3
+        assert end["completion_usage"]["prompt_tokens_details"] == {"cached_tokens": 32}
+
+
+async def test_what_the_core_does_not_honour_is_refused_by_name(model):
+    async with started(model) as (backend, _):
+        with pytest.raises(InvalidArgument, match="presence_penalty is 1, but this worker's device does not serve"):
+            await collect(backend, request(sampling_options={"presence_penalty": 1}))
+        assert counted(backend) == {}
+
+
 async def test_a_failed_step_and_a_bug_of_ours_are_not_the_clients_fault(model, monkeypatch):
     async with started(model, "--error-token", "5") as (backend, _):
         with pytest.raises(Unknown, match="the step failed"):
@@ -387,7 +417,7 @@ async def test_a_failed_step_and_a_bug_of_ours_are_not_the_clients_fault(model, 
                 await collect(backend, request())
         assert counted(backend) == {"error": 2}
         with monkeypatch.context() as broken:
-            broken.setattr(backend_module, "token_chunk", lambda *_: int("no number"))
+            broken.setattr(running_module.Running, "next_chunk", lambda *_, **__: int("no number"))
             with pytest.raises(Unknown, match="internal error"):
                 await collect(backend, request((1, 500), 3))
         assert counted(backend) == {"error": 3}
