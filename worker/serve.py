@@ -14,7 +14,8 @@ from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.common.backend.worker import Worker
 from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
 
-from engine.models.chat_template import check_template_file, has_chat_template
+from engine.models.chat_template import check_template_file, check_templates, has_chat_template
+from engine.models.folder import check_tokenizer
 from worker.backend import Backend, Surroundings
 from worker.config import MAX_SYSTEM_PORT, ConfigError, WorkerConfig
 from worker.flags import HelpRequested, load_config
@@ -97,11 +98,13 @@ def check_texts(config: WorkerConfig, dynamo: DynamoConfig) -> None:
     ):
         if value is not None and value not in known:
             raise ConfigError(f"{key} is {value!r}, but Dynamo knows {', '.join(sorted(known))}, and null is none")
+    directory = Path(dynamo.model_name)
+    check_tokenizer(directory / "tokenizer.json")
     if config.custom_jinja_template:
         check_template_file(Path(config.custom_jinja_template).resolve())
-    elif "chat" in config.endpoint_types:
-        directory = Path(dynamo.model_name)
-        if not has_chat_template(directory):
+    else:
+        check_templates(directory)
+        if "chat" in config.endpoint_types and not has_chat_template(directory):
             raise ConfigError(
                 f"{directory} has no chat template, so it cannot serve chat: set custom_jinja_template to a template, "
                 "or endpoint_types to completions"

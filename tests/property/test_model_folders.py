@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.memory import MemoryShortError
-from engine.models.chat_template import has_chat_template
+from engine.models.chat_template import check_templates, has_chat_template
 from engine.models.config import load_model_config
 from engine.models.files import ModelError
-from engine.models.folder import check_directory
+from engine.models.folder import check_directory, check_tokenizer
 from engine.models.shapes import weight_shapes
 from engine.plan import PlanError
 from kv.budget import KvBudgetError
@@ -55,6 +55,8 @@ def folder(good: Path, tmp_path: Path) -> Path:
 def load(folder: Path) -> None:
     """Everything that worker and core read of a model folder, in their order."""
     check_directory(folder)
+    check_tokenizer(folder / "tokenizer.json")
+    check_templates(folder)
     parsers(folder)
     has_chat_template(folder)
     generation_defaults(folder)

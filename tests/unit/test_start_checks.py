@@ -62,6 +62,12 @@ def test_a_template_of_ones_own_is_looked_at_too(model, tmp_path):
         check_texts(config, dynamo)
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     check_texts(config, dynamo)
+    # It stands in for one of the model's that the frontend could not use.
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "{% for m in messages %}"}))
+    check_texts(config, dynamo)
+    with pytest.raises(ModelError, match="set custom_jinja_template"):
+        check_texts(msgspec.structs.replace(config, custom_jinja_template=None), dynamo)
     (tmp_path / "link.jinja").symlink_to(template)
     check_texts(msgspec.structs.replace(config, custom_jinja_template=str(tmp_path / "link.jinja")), dynamo)
 
