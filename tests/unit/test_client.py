@@ -139,6 +139,16 @@ async def test_the_sockets_directory_is_private_and_goes_once_the_core_has_conne
         await client.stop()
 
 
+@pytest.mark.parametrize("end", ["", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+async def test_a_core_that_dies_before_it_connects_leaves_no_directory(monkeypatch, tmp_path, end):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    client = CoreClient(ClientConfig(CoreConfig(model="m"), (sys.executable, "-c", end)), Listener())
+    with pytest.raises(CoreError):
+        await client.start()
+    await client.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("folder", ["x" * 100, "missing"])
 async def test_a_temporary_folder_that_can_hold_no_socket_is_named(monkeypatch, tmp_path, folder):
     if folder != "missing":
