@@ -47,6 +47,8 @@ class MemoryPlan:
     logits: int
     """Logits of a slice of rows, and the sampler's scratch."""
     kv_pool: int
+    graphs: int = 0
+    """Captured steps: planned is what a first capture took."""
 
     @property
     def parts(self) -> dict[str, int]:
