@@ -119,8 +119,8 @@ class AttentionPlans:
     def probes(self, bucket: int) -> list[StepRows]:
         """Steps of decode rows, one for each kernel and split that steps in `bucket` are computed with; short ones.
 
-        Looks at rows of one length and at one long row among rows of one token, from one token to the longest sequence: the
-        policy asks for the rows' number, their longest and their sum alone, and between these two lies every sum.
+        Looks at rows of one length and at one long row among rows of one token, for lengths up to the longest sequence:
+        the policy asks for the rows' number, their longest and their sum alone, and between these two lies every sum.
         """
         found: dict[tuple[Kernel, bool], StepRows] = {}
         for rows in _probe_rows(bucket, self._capacity.step.max_context):

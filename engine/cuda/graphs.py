@@ -90,6 +90,10 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def captured(self) -> list[GraphKey]:
+        """What was captured, in that order."""
+        return list(self._graphs)
+
     def capture(self, key: GraphKey, work: Work) -> None:
         """Capture `work` for the steps of `key`. Raises `GraphError`."""
         try:
