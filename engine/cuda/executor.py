@@ -96,7 +96,8 @@ class CudaExecutor:
         self._vocab = parts.decoder.parts.config.vocab_size
         device = self._logits.device
         self._on_gpu = device.type == "cuda"
-        rows = parts.capacity.max_rows
+        # Whole vectors of 16 bytes: Triton compiles a kernel once more for a pointer that lies otherwise.
+        rows = -(-parts.capacity.max_rows // 4) * 4
         # By step in flight: sampled tokens, and how many tokens of each row are not finite.
         self._results = torch.zeros((STAGES + 1, 2, rows), dtype=torch.int32, device=device)
         self._host_results = torch.zeros((STAGES + 1, 2, rows), dtype=torch.int32, pin_memory=self._on_gpu)
@@ -161,10 +162,8 @@ class CudaExecutor:
                     raise PlanError(f"token id in the chunk of row {chunk.row}", token, self._vocab - 1)
 
     def _bucket(self, plan: StepPlan) -> int | None:
-        """The bucket whose graph computes `plan`; None for a step with chunks, new rows, or rows that draw."""
-        if self.graphs is None or plan.chunks or plan.starts or not plan.decode_rows:
-            return None
-        if self.inputs.sampling.draws(plan.decode_rows):
+        """The bucket whose graph computes `plan`; None for a step with chunks, and for one without rows."""
+        if self.graphs is None or plan.chunks or not plan.decode_rows:
             return None
         bucket = self.graphs.ladder.bucket(len(plan.decode_rows))
         # A tap must see all logits of the step at once.
@@ -178,10 +177,10 @@ class CudaExecutor:
         self.inputs.write(plan, rows, turn=self._turn, bucket=bucket)
 
     def _key(self, bucket: int) -> GraphKey:
-        return GraphKey(bucket, self.parts.attention.variant, "greedy")
+        return GraphKey(bucket, self.parts.attention.variant)
 
     def _decode(self, bucket: int) -> None:
-        """Compute the prepared decode step of `bucket` greedy rows, its tokens and faults in the place of its turn.
+        """Compute the prepared decode step of `bucket` rows, its tokens and faults in the place of its turn.
 
         May be captured: it reads nothing of the host but `bucket`, the step's variant of attention and addresses.
         """
@@ -198,7 +197,7 @@ class CudaExecutor:
             end = min(begin + self._logits.shape[0], bucket)
             logits = self._logits[: end - begin]
             self._project(hidden[begin:end], logits)
-            chosen[begin:end].copy_(logits.argmax(dim=-1))
+            self._sampler.choose(logits, self.inputs, slice(begin, end), chosen[begin:end])
             self.inputs.keep(begin, end, chosen[begin:end])
         self._results.index_copy_(0, self.inputs.staged["result_turn"], self._bucket_results)
 

@@ -7,7 +7,7 @@ been written to the captured addresses before: the attention plan and the staged
 
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,7 +23,6 @@ class GraphKey(NamedTuple):
     bucket: int
     attention: Hashable
     """Kernel, split and grid of the attention, as the step's plan has them."""
-    sampling: Literal["greedy"]
 
 
 class GraphError(ValueError):

@@ -1,6 +1,6 @@
 """Brings a step to the device: one staged copy of host numbers, then a kernel that derives the rest from them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from engine.cuda.attention_plan import StepRows
 from engine.plan import ALIGNMENT, Buffer, DType, PlanCapacity
-from engine.sampling import SamplingRows
 from engine.step import StepPlan
 
 Array = NDArray[Any]
@@ -152,7 +151,6 @@ class SlotSampling:
             "top_p": np.ones(slots, np.float32),
             "min_p": np.zeros(slots, np.float32),
         }
-        self._drawing: set[int] = set()
 
     def start(self, plan: StepPlan) -> None:
         """Take the parameters of the plan's new rows."""
@@ -161,14 +159,6 @@ class SlotSampling:
                 value = getattr(sampling, name)
                 # The column keeps the bits of an unsigned seed as a signed number.
                 self.columns[name][row] = value - (1 << 64) if name == "seed" and value >> 63 else value
-            if sampling.temperature > 0:
-                self._drawing.add(row)
-            else:
-                self._drawing.discard(row)
-
-    def draws(self, rows: Sequence[int]) -> bool:
-        """True unless all of the row slots are greedy."""
-        return bool(self._drawing) and not self._drawing.isdisjoint(rows)
 
 
 Head = Callable[..., None]
@@ -301,12 +291,6 @@ class StepInputs:
     def sampled_rows(self, name: str, begin: int, end: int) -> Tensor:
         """A staged per-sample buffer, cut to the sampled rows `begin` to `end - 1`."""
         return self.staged[name][begin:end]
-
-    def sampling_rows(self, begin: int, end: int) -> SamplingRows:
-        """Parameters of the sampled rows `begin` to `end - 1`."""
-        slots = self.sampled_rows("sampled_slots", begin, end)
-        columns = [self.staged[name][slots] for name in ("temperature", "top_k", "top_p", "min_p", "seed")]
-        return SamplingRows._make([*columns, self.sampled_rows("sampled_positions", begin, end)])
 
     def keep(self, begin: int, end: int, tokens: Tensor) -> None:
         """Remember the tokens (int32) of the sampled rows `begin` to `end - 1`, each in its row slot."""
