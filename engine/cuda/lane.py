@@ -113,10 +113,10 @@ class CudaBuild:
             ExecutorParts(self.capacity, kv.shape[0], self.inputs, attention, CudaDecoder(parts), self.logits)
         )
 
-    def capture(self, executor: CudaExecutor) -> int:
-        """Capture the executor's graphs, if the settings want any; returns the bytes that they took."""
+    def capture(self, executor: CudaExecutor) -> int | None:
+        """Capture the executor's graphs; returns the bytes that they took, None if the settings want no graphs."""
         if self.capture_stream is None:
-            return 0
+            return None
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
         ladder = Ladder.of(self.config.max_bucket, self.config.graph_buckets)
@@ -244,7 +244,7 @@ def prepare(
     )
 
 
-def _profile(build: CudaBuild) -> tuple[int, int, int]:
+def _profile(build: CudaBuild) -> tuple[int, int, int | None]:
     """Free and total bytes of the card after the largest step has run and all graphs are captured, with what they take
     still held; and the graphs' bytes.
     """
@@ -273,7 +273,7 @@ def _decode_all(rows: int) -> StepPlan:
     return StepPlan(1, starts, [], list(range(rows)), [2] * rows, [])
 
 
-def _planned(build: CudaBuild, budget: KvBudget, graphs: int) -> MemoryPlan:
+def _planned(build: CudaBuild, budget: KvBudget, graphs: int | None) -> MemoryPlan:
     return MemoryPlan(
         weights=weight_bytes(build.model, build.dtype),
         rope_table=build.capacity.max_context * build.model.head_dim * 4,
@@ -285,7 +285,7 @@ def _planned(build: CudaBuild, budget: KvBudget, graphs: int) -> MemoryPlan:
     )
 
 
-def _measure(build: CudaBuild, kv: torch.Tensor, graphs: int) -> MemoryPlan:
+def _measure(build: CudaBuild, kv: torch.Tensor, graphs: int | None) -> MemoryPlan:
     return MemoryPlan(
         weights=build.weights.nbytes,
         rope_table=build.cos_sin.nbytes,

@@ -108,7 +108,7 @@ def make_pair(results: Results, shape: str, folder: Path) -> Pair:
         graphs=len(graphs or ()),
         buckets=len(graphs.ladder if graphs else ()),
         seconds=seconds,
-        mib=taken / 2**20,
+        mib=(taken or 0) / 2**20,
         variants=sorted({str(key.attention)[:24] for key in graphs.captured()}) if graphs else [],
     )
     return pair
