@@ -4,9 +4,11 @@ Graphs hold the address of the KV pool, and the pool gets what graphs leave, so 
 pool to measure what they take, and over the real one to be used.
 """
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +123,8 @@ class CudaBuild:
         free, _ = torch.cuda.mem_get_info(self.device)
         ladder = Ladder.of(self.config.max_bucket, self.config.graph_buckets)
         graphs = DecodeGraphs(ladder, CudaRecorder(self.device, self.capture_stream))
-        executor.capture(graphs)
+        with _no_garbage():
+            executor.capture(graphs)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         taken = free - torch.cuda.mem_get_info(self.device)[0]
@@ -131,6 +134,19 @@ class CudaBuild:
     def cache(self, pages: int) -> torch.Tensor:
         """A cache of so many pages. Zeroed: a masked slot's weight of zero survives only finite numbers."""
         return torch.zeros((pages, *self.geometry.page_shape), dtype=self.dtype, device=self.device)
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Collect garbage now, and none meanwhile: a captured stream does not allow to free what an old lane held."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def create_cuda_lane(
