@@ -67,6 +67,20 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         Positive,
         Meta(description="Most requests that are active, prefilling or draining at once: the largest decode batch."),
     ] = 16
+    cuda_graphs: Annotated[
+        Literal["auto", "off"],
+        Meta(
+            description="auto captures the decode steps of a GPU as CUDA graphs before the worker is ready; off "
+            "launches kernel by kernel, starts sooner and decodes slower."
+        ),
+    ] = "auto"
+    graph_buckets: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Batch sizes to capture, such as 1,2,4,8; a step runs in the next larger one, and max_bucket "
+            "is always the last. null is 1, 2, 4, 8 and then every 8 rows."
+        ),
+    ] = None
     max_step_tokens: Annotated[
         Positive, Meta(description="Most tokens computed in one step; sizes the activation arena. At least max_bucket.")
     ] = 512

@@ -47,11 +47,13 @@ class MemoryPlan:
     logits: int
     """Logits of a slice of rows, and the sampler's scratch."""
     kv_pool: int
+    graphs: int | None = None
+    """Captured steps, None in a lane without: planned is what a first capture took."""
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by part."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """Bytes by part, without parts that the lane does not have."""
+        return {name: size for name in self.__slots__ if (size := getattr(self, name)) is not None}
 
     @property
     def total(self) -> int:

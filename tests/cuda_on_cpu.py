@@ -1,8 +1,10 @@
 """The CUDA lane's executor on a CPU: its kernels in Triton's interpreter, its attention in plain torch."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,9 +14,11 @@ from engine.cuda.arena import DeviceArena
 from engine.cuda.attention_plan import StepRows
 from engine.cuda.decoder import CudaDecoder, DecoderParts, Ops, TorchOps, rope_rows
 from engine.cuda.executor import CudaExecutor, ExecutorParts, reserve_logits
+from engine.cuda.graphs import DecodeGraphs, Work
 from engine.cuda.inputs import StepInputs
 from engine.kernels.rope_append import rope_append
 from engine.kernels.step_head import write_step
+from engine.ladder import Ladder
 from engine.models.config import load_model_config
 from engine.models.decoder import DecoderWeights
 from engine.models.weights import load_weights
@@ -37,8 +41,14 @@ class GatheringAttention:
         self.kv = kv
         self.inputs = inputs
 
-    def begin(self, rows: StepRows) -> None:
+    variant = None
+
+    def begin(self, rows: StepRows, bucket: int | None = None) -> None:
         """The page lists say everything."""
+
+    def probes(self, bucket: int) -> list[StepRows]:
+        none = np.zeros(0, np.int64)
+        return [StepRows(np.ones(bucket, np.int64), none, none)]
 
     def __call__(self, layer: int, queries: Tensor, out: Tensor) -> None:
         device, rows = self.inputs.device, self.inputs.rows
@@ -57,9 +67,18 @@ class GatheringAttention:
 
 
 def cuda_lane_on_cpu(
-    directory: Path, page_size: int = 16, *, pages: int = 128, max_step_tokens: int = 256, ops: Ops | None = None
+    directory: Path,
+    page_size: int = 16,
+    *,
+    pages: int = 128,
+    max_step_tokens: int = 256,
+    ops: Ops | None = None,
+    buckets: str | None = None,
 ) -> SimpleNamespace:
-    """What `golden.Driver` wants of a lane: an executor in float32 and a geometry."""
+    """What `golden.Driver` wants of a lane: an executor in float32 and a geometry.
+
+    With `buckets`, decode steps are recorded and replayed in them, and in one of 8 rows; `reruns` counts the replays.
+    """
     model = load_model_config(directory)
     device, dtype = torch.device("cpu"), torch.float32
     geometry = KvGeometry(page_size, model.layers, model.kv_heads, model.head_dim, "float32")
@@ -76,7 +95,36 @@ def cuda_lane_on_cpu(
     )
     inputs = StepInputs(capacity, device, write_step)
     parts = ExecutorParts(capacity, pages, inputs, GatheringAttention(kv, inputs), decoder, logits)
-    return SimpleNamespace(executor=CudaExecutor(parts), geometry=geometry)
+    executor, reruns = CudaExecutor(parts), Reruns(inputs)
+    if buckets is not None:
+        executor.capture(DecodeGraphs(Ladder.of(8, buckets), reruns))
+    return SimpleNamespace(executor=executor, geometry=geometry, kv=kv, reruns=reruns)
+
+
+class Reruns:
+    """`engine.cuda.graphs.Recorder` without a GPU: a replay runs what was recorded, on the row count it had then."""
+
+    def __init__(self, inputs: StepInputs) -> None:
+        self.inputs = inputs
+        self.replayed = 0
+
+    def record(self, work: Work) -> "Rerun":
+        work()
+        return Rerun(self, work, self.inputs.rows)
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """A recorded step."""
+
+    of: Reruns
+    work: Work
+    rows: int
+
+    def replay(self) -> None:
+        self.of.replayed += 1
+        self.of.inputs.rows = self.of.inputs.tokens = self.rows
+        self.work()
 
 
 class CudaDriver(golden.Driver):

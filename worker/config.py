@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from engine.config import CoreConfig, Positive
+from engine.ladder import Ladder, LadderError
 from kv.budget import SizeError, parse_size
 from kv.geometry import PageSizeError, check_page_size
 
@@ -157,6 +158,10 @@ def check(config: WorkerConfig, environ: Mapping[str, str]) -> None:
             f"max_chunk_tokens is {config.max_chunk_tokens} and max_step_tokens is {config.max_step_tokens}, but a "
             "chunk must fit in a step: lower max_chunk_tokens or raise max_step_tokens"
         )
+    try:
+        Ladder.of(config.max_bucket, config.graph_buckets)
+    except LadderError as error:
+        raise ConfigError(str(error)) from None
     _check_endpoint_types(config.endpoint_types)
     if config.custom_jinja_template is not None and not Path(config.custom_jinja_template).is_file():
         raise ConfigError(f"custom_jinja_template is {config.custom_jinja_template!r}, but there is no such file")

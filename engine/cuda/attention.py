@@ -3,6 +3,7 @@
 import logging
 import math
 import shutil
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -83,9 +84,19 @@ class FlashInferAttention:
         self.plans = AttentionPlans(layout, self._raw, TorchDevice(arena), STAGES)
         self._xqa = XqaDecode(capacity, self._raw, modules["xqa"], arena) if capacity.xqa else None
 
-    def begin(self, rows: StepRows) -> None:
+    def begin(self, rows: StepRows, bucket: int | None = None) -> None:
         """See `engine.cuda.executor.Attention`."""
-        self.plans.update(rows)
+        self.plans.update(rows, bucket)
+
+    @property
+    def variant(self) -> Hashable:
+        """See `engine.cuda.executor.Attention`."""
+        launch = self.plans.current.decode
+        return launch and (launch.kernel, launch.split, *launch.info)
+
+    def probes(self, bucket: int) -> list[StepRows]:
+        """See `engine.cuda.executor.Attention`."""
+        return self.plans.probes(bucket)
 
     def __call__(self, layer: int, queries: Tensor, out: Tensor) -> None:
         """See `engine.cuda.decoder.StepAttention`."""

@@ -1,5 +1,6 @@
 """Plans the attention of each step into the lane's arena: sizes all, checks all, then writes and queues one copy."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -115,6 +116,18 @@ class AttentionPlans:
         self.current = PlannedStep(self._decode_launch(sizes), self._chunk_launch(sizes))
         return self.current
 
+    def probes(self, bucket: int) -> list[StepRows]:
+        """Steps of decode rows, one for each kernel and split that steps in `bucket` are computed with; short ones.
+
+        Looks at rows of one length and at one long row among rows of one token, for lengths up to the longest sequence:
+        the policy asks for the rows' number, their longest and their sum alone, and between these two lies every sum.
+        """
+        found: dict[tuple[Kernel, bool], StepRows] = {}
+        for rows in _probe_rows(bucket, self._capacity.step.max_context):
+            sizes = self._size(rows, _check_rows(rows, bucket, self._capacity), bucket)
+            found.setdefault((sizes.decode_kernel, sizes.decode is not None and sizes.decode.split), rows)
+        return list(found.values())
+
     def _size(self, rows: StepRows, step: DecodeRows, bucket: int | None) -> _Sizes:
         chunks = self._size_chunks(rows) if len(rows.chunk_tokens) else None
         if not step.rows:
@@ -202,6 +215,15 @@ class _Limits(NamedTuple):
         elif sizes.chunks is not None:
             _at_most("tiles of the chunk plan", sizes.chunks.padded_tiles, self.chunk_tiles)
             _at_most("partial rows of the chunk plan", sizes.chunks.partial_rows, self.chunk_partial_rows)
+
+
+def _probe_rows(bucket: int, longest: int) -> Iterator[StepRows]:
+    none = np.zeros(0, np.int64)
+    for length in sorted({longest, *(1 << power for power in range(longest.bit_length()))}):
+        skewed = np.ones(bucket, np.int64)
+        skewed[0] = length
+        yield StepRows(skewed, none, none)
+        yield StepRows(np.full(bucket, length, np.int64), none, none)
 
 
 def _check_rows(rows: StepRows, bucket: int | None, capacity: AttentionCapacity) -> DecodeRows:

@@ -1,7 +1,8 @@
 """Computes steps on a GPU, launched without waiting: `collect` waits for the copy of the sampled tokens alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from engine.cuda.arena import DeviceArena
 from engine.cuda.attention_plan import StepRows
 from engine.cuda.decoder import CudaDecoder, StepAttention
+from engine.cuda.graphs import DecodeGraphs, GraphKey
 from engine.cuda.inputs import STAGES, Array, StepInputs, step_rows
 from engine.cuda.sampling import DeviceSampler
 from engine.plan import PlanCapacity, PlanError
@@ -26,8 +28,20 @@ LOGITS_ROWS = 256
 class Attention(StepAttention, Protocol):
     """Attention of a step over the paged cache."""
 
-    def begin(self, rows: StepRows) -> None:
-        """Plan a step. Raises before anything is written if it does not fit."""
+    def begin(self, rows: StepRows, bucket: int | None = None) -> None:
+        """Plan a step; with `bucket`, its decode rows are filled up to so many with rows of one token.
+
+        Raises before anything is written if it does not fit.
+        """
+        ...
+
+    @property
+    def variant(self) -> Hashable:
+        """What the launches for the decode rows of the step begun last depend on, beside the contents of buffers."""
+        ...
+
+    def probes(self, bucket: int) -> list[StepRows]:
+        """Short steps of decode rows, one for each variant that steps in the bucket have."""
         ...
 
 
@@ -62,6 +76,8 @@ class Launched(NamedTuple):
     slots: list[int]
     """Row slot of each row of the step."""
     ready: "torch.cuda.Event | None"
+    padding: int
+    """Rows computed beside the step's."""
 
 
 class CudaExecutor:
@@ -80,22 +96,45 @@ class CudaExecutor:
         self._vocab = parts.decoder.parts.config.vocab_size
         device = self._logits.device
         self._on_gpu = device.type == "cuda"
-        rows = parts.capacity.max_rows
+        # Whole vectors of 16 bytes: Triton compiles a kernel once more for a pointer that lies otherwise.
+        rows = -(-parts.capacity.max_rows // 4) * 4
         # By step in flight: sampled tokens, and how many tokens of each row are not finite.
         self._results = torch.zeros((STAGES + 1, 2, rows), dtype=torch.int32, device=device)
         self._host_results = torch.zeros((STAGES + 1, 2, rows), dtype=torch.int32, pin_memory=self._on_gpu)
         self._copies = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._turn = 0
+        self.graphs: DecodeGraphs | None = None
+        """Captured decode steps; None launches all steps kernel by kernel."""
+        # A graph writes to one place, and then into the place of the step's turn.
+        self._bucket_results = torch.zeros((1, 2, rows), dtype=torch.int32, device=device)
+        self._sums = torch.zeros(rows, dtype=torch.float32, device=device)
+
+    @torch.inference_mode()
+    def capture(self, graphs: DecodeGraphs) -> None:
+        """Capture every bucket, the largest first, and use the graphs from now on. No step may be in flight.
+
+        The steps run once each, with all rows in the padding slot: nothing of the pool is touched but its page 0.
+        """
+        slot = self.parts.capacity.max_bucket
+        for bucket in reversed(graphs.ladder):
+            for rows in self.parts.attention.probes(bucket):
+                lengths = rows.decode_lengths.tolist()
+                self._prepare(StepPlan(0, [], [], [slot] * len(lengths), lengths, []), rows, bucket)
+                graphs.capture(self._key(bucket), partial(self._decode, bucket))
+        self.graphs = graphs
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Queue `plan`. Raises `PlanError` or `ValueError` before anything is written if it does not fit."""
         self._check(plan)
         rows = step_rows(plan)
-        if plan.tokens:
-            self.parts.attention.begin(rows)
-        self.inputs.write(plan, rows)
-        self._turn = (self._turn + 1) % self._results.shape[0]
+        bucket = self._bucket(plan)
+        self._prepare(plan, rows, bucket)
+        if bucket is not None and self.graphs is not None:
+            self.graphs.run(self._key(bucket), partial(self._decode, bucket))
+            if self.tap is not None:
+                self.tap(plan.decode_rows, self._logits[: len(plan.decode_rows)])
+            return self._fetch(plan, bucket - len(plan.decode_rows))
         if plan.tokens:
             tokens = self.inputs.by_token
             hidden = self.parts.decoder.forward(
@@ -103,7 +142,7 @@ class CudaExecutor:
             )
             self._count_faulty(hidden)
             self._sample(plan, hidden)
-        return self._fetch(plan)
+        return self._fetch(plan, 0)
 
     def collect(self, handle: object) -> StepResult:
         """Wait for a launched step and return its tokens."""
@@ -112,7 +151,7 @@ class CudaExecutor:
         if handle.ready is not None:
             handle.ready.synchronize()
         faulty = frozenset(slot for slot, count in zip(handle.slots, handle.faulty.tolist(), strict=True) if count)
-        return StepResult(handle.tokens.tolist(), failed_rows=faulty)
+        return StepResult(handle.tokens.tolist(), padding_tokens=handle.padding, failed_rows=faulty)
 
     def _check(self, plan: StepPlan) -> None:
         self.parts.capacity.check(plan, self.parts.pages)
@@ -121,6 +160,55 @@ class CudaExecutor:
             for token in (int(tokens.min()), int(tokens.max())):
                 if not 0 <= token < self._vocab:
                     raise PlanError(f"token id in the chunk of row {chunk.row}", token, self._vocab - 1)
+
+    def _bucket(self, plan: StepPlan) -> int | None:
+        """The bucket whose graph computes `plan`; None for a step with chunks, and for one without rows."""
+        if self.graphs is None or plan.chunks or not plan.decode_rows:
+            return None
+        bucket = self.graphs.ladder.bucket(len(plan.decode_rows))
+        # A tap must see all logits of the step at once.
+        return bucket if self.tap is None or bucket <= self._logits.shape[0] else None
+
+    def _prepare(self, plan: StepPlan, rows: StepRows, bucket: int | None) -> None:
+        """Plan the attention and bring the step to the device: all that comes before its first kernel."""
+        if plan.tokens:
+            self.parts.attention.begin(rows, bucket)
+        self._turn = (self._turn + 1) % self._results.shape[0]
+        self.inputs.write(plan, rows, turn=self._turn, bucket=bucket)
+
+    def _key(self, bucket: int) -> GraphKey:
+        return GraphKey(bucket, self.parts.attention.variant)
+
+    def _decode(self, bucket: int) -> None:
+        """Compute the prepared decode step of `bucket` rows, its tokens and faults in the place of its turn.
+
+        May be captured: it reads nothing of the host but `bucket`, the step's variant of attention and addresses.
+        """
+        self.inputs.derive(bucket)
+        tokens = self.inputs.by_token
+        hidden = self.parts.decoder.forward(
+            tokens("token_ids"), tokens("positions"), tokens("slot_mapping"), self.parts.attention
+        )
+        chosen, faulty = self._bucket_results[0, :, :bucket]
+        # A sum is finite or it is not: minus itself it is 0, or not a number.
+        sums = torch.sum(hidden, dim=-1, dtype=torch.float32, out=self._sums[:bucket])
+        torch.ne(torch.sub(sums, sums, out=sums), 0, out=faulty)
+        for begin in range(0, bucket, self._logits.shape[0]):
+            end = min(begin + self._logits.shape[0], bucket)
+            logits = self._logits[: end - begin]
+            self._project(hidden[begin:end], logits)
+            self._sampler.choose(logits, self.inputs, slice(begin, end), chosen[begin:end])
+            self.inputs.keep(begin, end, chosen[begin:end])
+        self._results.index_copy_(0, self.inputs.staged["result_turn"], self._bucket_results)
+
+    def _project(self, hidden: Tensor, logits: Tensor) -> None:
+        """Write the logits of `hidden [rows, hidden]`."""
+        head = self.parts.decoder.parts.weights.head
+        if hidden.dtype == torch.float32:
+            torch.mm(hidden, head.t(), out=logits)
+        else:
+            # Rounded to bfloat16, every second logit of a large vocabulary would tie with another.
+            torch.mm(hidden, head.t(), out_dtype=torch.float32, out=logits)
 
     def _count_faulty(self, hidden: Tensor) -> None:
         """Count each row's tokens whose `hidden [tokens, hidden]` is not finite."""
@@ -135,33 +223,28 @@ class CudaExecutor:
     def _sample(self, plan: StepPlan, hidden: Tensor) -> None:
         """Logits and tokens of the step's sampled rows, a slice of rows at a time."""
         slots = plan.sampled_rows
-        head = self.parts.decoder.parts.weights.head
         for begin in range(0, len(slots), self._logits.shape[0]):
             end = min(begin + self._logits.shape[0], len(slots))
             ends = self.inputs.sampled_rows("sampled_tokens_at", begin, end)
             last = torch.index_select(hidden, 0, ends, out=self._sampled_hidden[: end - begin])
             logits = self._logits[: end - begin]
-            if last.dtype == torch.float32:
-                torch.mm(last, head.t(), out=logits)
-            else:
-                # Rounded to bfloat16, every second logit of a large vocabulary would tie with another.
-                torch.mm(last, head.t(), out_dtype=torch.float32, out=logits)
+            self._project(last, logits)
             if self.tap is not None:
                 self.tap(slots[begin:end], logits)
             tokens = self._results[self._turn, 0, begin:end]
             self._sampler.choose(logits, self.inputs, slice(begin, end), tokens)
             self.inputs.keep(begin, end, tokens)
 
-    def _fetch(self, plan: StepPlan) -> Launched:
+    def _fetch(self, plan: StepPlan, padding: int) -> Launched:
         source, target = self._results[self._turn], self._host_results[self._turn]
         slots = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         tokens, faulty = target[0, : len(plan.sampled_rows)], target[1, : len(slots)]
         if self._copies is None:
             target.copy_(source)
-            return Launched(tokens.numpy().copy(), faulty.numpy().copy(), slots, None)
+            return Launched(tokens.numpy().copy(), faulty.numpy().copy(), slots, None, padding)
         self._copies.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return Launched(tokens.numpy(), faulty.numpy(), slots, ready)
+        return Launched(tokens.numpy(), faulty.numpy(), slots, ready, padding)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from engine.cuda.attention_plan import StepRows
 from engine.plan import ALIGNMENT, Buffer, DType, PlanCapacity
-from engine.sampling import SamplingRows
 from engine.step import StepPlan
 
 Array = NDArray[Any]
 
 STAGES = 3
 """Staging buffers: one for each of two steps in flight, and one that is being written."""
-_TORCH = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+UPDATE_BYTES = 12
+_TORCH = {"uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 _SAMPLING_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
@@ -33,13 +33,18 @@ def _place(shapes: Iterator[tuple[str, DType, tuple[int, ...]]]) -> tuple[Buffer
 
 @dataclass(frozen=True, slots=True)
 class InputLayout:
-    """Buffers of a step's inputs: `staged` come from the host in one copy, `device` are written by kernels only."""
+    """Buffers of a step's inputs: `staged` come from the host in one copy, `device` are written by kernels only.
+
+    Behind the row slots of requests is the padding slot, number `max_bucket`. Its block table holds page 0 alone, and
+    its parameters are those of a greedy row: rows that fill a bucket lie in it.
+    """
 
     capacity: PlanCapacity
 
     def _staged(self) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
         capacity = self.capacity
-        slots, rows = (capacity.max_bucket,), (capacity.max_rows,)
+        slots, rows = (capacity.max_bucket + 1,), (capacity.max_rows,)
+        yield "result_turn", "int64", (1,)
         yield "seed", "int64", slots
         yield "temperature", "float32", slots
         yield "top_k", "int32", slots
@@ -57,8 +62,9 @@ class InputLayout:
 
     def _device(self) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
         capacity = self.capacity
-        yield "block_table", "int32", (capacity.max_bucket, capacity.max_pages_per_row)
-        yield "last_tokens", "int32", (capacity.max_bucket,)
+        slots = capacity.max_bucket + 1
+        yield "block_table", "int32", (slots, capacity.max_pages_per_row)
+        yield "last_tokens", "int32", (slots,)
         yield "decode_indptr", "int32", (capacity.max_rows + 1,)
         yield "page_indptr", "int32", (capacity.max_rows + 1,)
         yield "page_indices", "int32", (capacity.max_pages,)
@@ -68,8 +74,8 @@ class InputLayout:
         yield "slot_mapping", "int64", (capacity.max_step_tokens,)
 
     def _updates(self) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
-        # A place in the table, and the page that goes there.
-        yield "updates", "int64", (2 * self.capacity.max_pages,)
+        # int64 places in the table, and behind the last of them the int32 pages that go there.
+        yield "updates", "uint8", (UPDATE_BYTES * self.capacity.max_pages,)
 
     @property
     def staged(self) -> tuple[Buffer, ...]:
@@ -173,26 +179,41 @@ class StepInputs:
         self.staged = _tensors(self._staged_memory, layout.staged)
         self.device = _tensors(self._device_memory, layout.device)
         torch.arange(capacity.max_rows + 1, out=self.device["decode_indptr"], device=device, dtype=torch.int32)
-        self._updates = _tensors(self._updates_memory, layout.updates)["updates"]
         self._fixed_bytes = layout.staged[-1].offset
         self._stages = [(Stage(layout.staged, device), Stage(layout.updates, device)) for _ in range(STAGES)]
-        self.sampling = SlotSampling(capacity.max_bucket)
+        self.sampling = SlotSampling(capacity.max_bucket + 1)
         self._turn = 0
         self.rows = self.tokens = self.sampled = 0
+        self._count = np.arange(capacity.max_rows + 1, dtype=np.int32)
+        self._padding_slot = capacity.max_bucket
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self._updates_memory.nbytes + self._staged_memory.nbytes + self._device_memory.nbytes
 
-    def write(self, plan: StepPlan, rows: StepRows) -> None:
-        """Stage the plan, whose rows are `rows`, and queue its copies and the kernel that derives the rest."""
+    def write(self, plan: StepPlan, rows: StepRows, *, turn: int = 0, bucket: int | None = None) -> None:
+        """Stage the plan, whose rows are `rows`, and queue its copies and the kernel that derives the rest.
+
+        With `bucket`, the plan's decode rows are filled up to so many with rows of the padding slot, each of length 1;
+        it has no chunks, and `derive` is the caller's to launch: a graph holds it. `turn` is for the step's own use:
+        `staged["result_turn"]`.
+        """
         self._turn = (self._turn + 1) % STAGES
         stage, updates = self._stages[self._turn]
         self.sampling.start(plan)
         self._send_updates(updates, plan)
-        self._send_rows(stage, plan, rows)
-        if self.rows:
+        arrays = stage.open()
+        arrays["result_turn"][0] = turn
+        for name, column in self.sampling.columns.items():
+            arrays[name][:] = column
+        self._stage_decode(arrays, plan, rows, len(plan.decode_rows) if bucket is None else bucket)
+        if plan.chunks:
+            self._stage_chunks(arrays, plan, rows)
+        arrays["lengths"][self.rows :] = 0
+        chunk_tokens = self.tokens if plan.chunks else 0
+        stage.send(self._staged_memory, self._fixed_bytes + 4 * chunk_tokens)
+        if bucket is None and self.rows:
             self.derive(len(plan.decode_rows))
 
     def _send_updates(self, stage: Stage, plan: StepPlan) -> None:
@@ -201,47 +222,49 @@ class StepInputs:
         # The last entry for a place wins, as on the host; a scatter would leave that to chance.
         width = self._capacity.max_pages_per_row
         pages = {update.row * width + update.index: update.page for update in plan.table}
-        count = len(pages)
-        values = stage.open()["updates"]
-        values[:count] = list(pages)
-        values[count : 2 * count] = list(pages.values())
-        stage.send(self._updates_memory, 16 * count)
-        places, numbers = self._updates[:count], self._updates[count : 2 * count]
-        self.device["block_table"].view(-1).scatter_(0, places, numbers.int())
+        middle, end = 8 * len(pages), UPDATE_BYTES * len(pages)
+        staged, memory = stage.open()["updates"], self._updates_memory
+        staged[:middle].view(np.int64)[:] = list(pages)
+        staged[middle:end].view(np.int32)[:] = list(pages.values())
+        stage.send(memory, end)
+        places, numbers = memory[:middle].view(torch.int64), memory[middle:end].view(torch.int32)
+        self.device["block_table"].view(-1).scatter_(0, places, numbers)
 
-    def _send_rows(self, stage: Stage, plan: StepPlan, step: StepRows) -> None:
-        arrays = stage.open()
-        for name, column in self.sampling.columns.items():
-            arrays[name][:] = column
-        decode, chunks = len(plan.decode_rows), plan.chunks
-        self.rows, self.tokens = decode + len(chunks), plan.tokens
-        rows, tokens = self.rows, self.tokens
+    def _stage_decode(self, arrays: dict[str, Array], plan: StepPlan, step: StepRows, rows: int) -> None:
+        """Stage `rows` decode rows: the plan's, then padding."""
+        decode = len(plan.decode_rows)
+        self.rows = self.tokens = self.sampled = rows
+        for name in ("row_slots", "sampled_slots"):
+            arrays[name][decode:rows] = self._padding_slot
+        for name in ("lengths", "sampled_positions"):
+            arrays[name][:decode] = step.decode_lengths
+            arrays[name][decode:rows] = 1
         arrays["row_slots"][:decode] = plan.decode_rows
+        arrays["sampled_slots"][:decode] = arrays["row_slots"][:decode]
+        arrays["query_indptr"][: rows + 1] = self._count[: rows + 1]
+        arrays["sampled_tokens_at"][:rows] = self._count[:rows]
+
+    def _stage_chunks(self, arrays: dict[str, Array], plan: StepPlan, step: StepRows) -> None:
+        """Stage the chunks behind the decode rows."""
+        decode, chunks = self.rows, plan.chunks
+        rows = decode + len(chunks)
         arrays["row_slots"][decode:rows] = [chunk.row for chunk in chunks]
-        arrays["lengths"][:decode] = plan.decode_lengths
         arrays["lengths"][decode:rows] = step.chunk_lengths
-        arrays["lengths"][rows:] = 0
-        arrays["query_indptr"][: decode + 1] = np.arange(decode + 1)
         arrays["chunk_indptr"][0] = 0
-        np.cumsum(step.chunk_tokens, out=arrays["chunk_indptr"][1 : len(chunks) + 1])
-        arrays["query_indptr"][decode + 1 : rows + 1] = decode + arrays["chunk_indptr"][1 : len(chunks) + 1]
+        ends = np.cumsum(step.chunk_tokens, out=arrays["chunk_indptr"][1 : len(chunks) + 1])
+        arrays["query_indptr"][decode + 1 : rows + 1] = decode + ends
         end = decode
         for chunk in chunks:
             begin, end = end, end + len(chunk.tokens)
             arrays["chunk_tokens"][begin:end] = chunk.tokens
-        self._stage_sampled(arrays, plan, rows)
-        stage.send(self._staged_memory, self._fixed_bytes + 4 * tokens)
-
-    def _stage_sampled(self, arrays: dict[str, Array], plan: StepPlan, rows: int) -> None:
-        samples = np.array([True] * len(plan.decode_rows) + [chunk.samples for chunk in plan.chunks], bool)
-        which = np.flatnonzero(samples)
-        self.sampled = len(which)
-        arrays["sampled_tokens_at"][: self.sampled] = arrays["query_indptr"][1 : rows + 1][which] - 1
-        arrays["sampled_slots"][: self.sampled] = arrays["row_slots"][:rows][which]
-        arrays["sampled_positions"][: self.sampled] = arrays["lengths"][:rows][which]
+        which = decode + np.flatnonzero([chunk.samples for chunk in chunks])
+        self.rows, self.tokens, self.sampled = rows, end, decode + len(which)
+        arrays["sampled_tokens_at"][decode : self.sampled] = arrays["query_indptr"][which + 1] - 1
+        arrays["sampled_slots"][decode : self.sampled] = arrays["row_slots"][which]
+        arrays["sampled_positions"][decode : self.sampled] = arrays["lengths"][which]
 
     def derive(self, decode_rows: int) -> None:
-        """Launch the kernel at the head of the step."""
+        """Launch the kernel at the head of the step that was written last, whose first `decode_rows` rows decode."""
         device, staged = self.device, self.staged
         self._head(
             block_table=device["block_table"],
@@ -268,12 +291,6 @@ class StepInputs:
     def sampled_rows(self, name: str, begin: int, end: int) -> Tensor:
         """A staged per-sample buffer, cut to the sampled rows `begin` to `end - 1`."""
         return self.staged[name][begin:end]
-
-    def sampling_rows(self, begin: int, end: int) -> SamplingRows:
-        """Parameters of the sampled rows `begin` to `end - 1`."""
-        slots = self.sampled_rows("sampled_slots", begin, end)
-        columns = [self.staged[name][slots] for name in ("temperature", "top_k", "top_p", "min_p", "seed")]
-        return SamplingRows._make([*columns, self.sampled_rows("sampled_positions", begin, end)])
 
     def keep(self, begin: int, end: int, tokens: Tensor) -> None:
         """Remember the tokens (int32) of the sampled rows `begin` to `end - 1`, each in its row slot."""

@@ -1,7 +1,14 @@
-"""Builds the computing half of a CUDA lane: weights and buffers, a run of the largest step, then the KV pool."""
+"""Builds the computing half of a CUDA lane: weights and buffers, a run of the largest step, then the KV pool.
 
+Graphs hold the address of the KV pool, and the pool gets what graphs leave, so they are captured twice: over a scratch
+pool to measure what they take, and over the real one to be used.
+"""
+
+import gc
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +21,12 @@ from engine.cuda.attention import FlashInferAttention, load_modules
 from engine.cuda.decoder import CudaDecoder, DecoderParts, FusedOps, rope_rows
 from engine.cuda.executor import CudaExecutor, ExecutorParts, reserve_logits
 from engine.cuda.flashinfer_raw import ModuleNeeds, installed_version, signatures
+from engine.cuda.graphs import CudaRecorder, DecodeGraphs
 from engine.cuda.inputs import InputLayout, StepInputs
 from engine.cuda.layout import AttentionCapacity, AttentionLayout
 from engine.cuda.policy import has_xqa
 from engine.cuda.self_check import check_planner
+from engine.ladder import Ladder
 from engine.memory import MIB, MemoryPlan, MemoryReport
 from engine.messages import Sampling
 from engine.models.config import ModelConfig, load_model_config
@@ -29,6 +38,8 @@ from engine.step import Chunk, RowStart, StepPlan
 from kv.budget import KvBudget, KvCapacity, servable_length
 from kv.geometry import KvGeometry
 from kv.table import TableUpdate
+
+log = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,7 +59,7 @@ class CudaLane:
     servable_length: int
     report: MemoryReport
     seconds: dict[str, float]
-    """Start-up phases: load, profile."""
+    """Start-up phases: load, profile, graphs."""
     card_bytes: int
 
     def load_line(self, fingerprint: str) -> str:
@@ -93,6 +104,8 @@ class CudaBuild:
     plan_arena: torch.Tensor
     modules: dict[str, Any]
     cos_sin: torch.Tensor
+    capture_stream: torch.cuda.Stream | None
+    """Where graphs are captured; None for no graphs. One for all captures: cuBLAS has a workspace for each stream."""
 
     def executor(self, kv: torch.Tensor) -> CudaExecutor:
         """An executor over the cache `kv`."""
@@ -102,9 +115,38 @@ class CudaBuild:
             ExecutorParts(self.capacity, kv.shape[0], self.inputs, attention, CudaDecoder(parts), self.logits)
         )
 
+    def capture(self, executor: CudaExecutor) -> int | None:
+        """Capture the executor's graphs; returns the bytes that they took, None if the settings want no graphs."""
+        if self.capture_stream is None:
+            return None
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        ladder = Ladder.of(self.config.max_bucket, self.config.graph_buckets)
+        graphs = DecodeGraphs(ladder, CudaRecorder(self.device, self.capture_stream))
+        with _no_garbage():
+            executor.capture(graphs)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        taken = free - torch.cuda.mem_get_info(self.device)[0]
+        log.info("captured %d graphs for %d buckets: %.0f MiB", len(graphs), len(ladder), taken / MIB)
+        return max(0, taken)
+
     def cache(self, pages: int) -> torch.Tensor:
         """A cache of so many pages. Zeroed: a masked slot's weight of zero survives only finite numbers."""
         return torch.zeros((pages, *self.geometry.page_shape), dtype=self.dtype, device=self.device)
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Collect garbage now, and none meanwhile: a captured stream does not allow to free what an old lane held."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def create_cuda_lane(
@@ -124,20 +166,24 @@ def create_cuda_lane(
     build = prepare(config, model, dtype, device, _loader(config, model_dir, progress))
     torch.cuda.synchronize()
     loaded = clock()
-    free, total = _profile(build)
+    free, total, graphs = _profile(build)
     budget = KvBudget(build.geometry, max(0, int(config.gpu_memory_utilization * total) - (total - free)))
     build.capacity.check_pool(budget.total_pages)
+    # The scratch pool's graphs are gone; what they took has to be free before the pool takes the rest.
+    torch.cuda.empty_cache()
     kv = build.cache(budget.total_pages)
-    measured = _measure(build, kv)
+    executor = build.executor(kv)
+    profiled = clock()
+    measured = _measure(build, kv, build.capture(executor))
     return CudaLane(
-        executor=build.executor(kv),
+        executor=executor,
         model_config=model,
         geometry=build.geometry,
         capacity=budget.capacity,
         context_limit=build.capacity.context_limit,
         servable_length=servable_length(build.capacity.context_limit, budget.capacity),
-        report=MemoryReport(_planned(build, budget), measured),
-        seconds={"load": loaded - began, "profile": clock() - loaded},
+        report=MemoryReport(_planned(build, budget, graphs), measured),
+        seconds={"load": loaded - began, "profile": profiled - loaded, "graphs": clock() - profiled},
         card_bytes=total,
     )
 
@@ -210,11 +256,14 @@ def prepare(
         plan_arena=torch.zeros(AttentionLayout(plans).nbytes, dtype=torch.uint8, device=device),
         modules=modules,
         cos_sin=rope_rows(model, capacity.max_context, device),
+        capture_stream=None if config.cuda_graphs == "off" else torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
     )
 
 
-def _profile(build: CudaBuild) -> tuple[int, int]:
-    """Free and total bytes of the card after the largest step has run, with what it takes still held."""
+def _profile(build: CudaBuild) -> tuple[int, int, int | None]:
+    """Free and total bytes of the card after the largest step has run and all graphs are captured, with what they take
+    still held; and the graphs' bytes.
+    """
     torch.cuda.empty_cache()
     executor = build.executor(build.cache(_SCRATCH_PAGES))
     capacity = build.capacity
@@ -223,7 +272,8 @@ def _profile(build: CudaBuild) -> tuple[int, int]:
     for plan in (_largest(capacity, rows, tokens), _decode_all(rows)):
         executor.collect(executor.launch(plan))
     torch.cuda.synchronize()
-    return torch.cuda.mem_get_info(build.device)
+    graphs = build.capture(executor)
+    return *torch.cuda.mem_get_info(build.device), graphs
 
 
 def _largest(capacity: PlanCapacity, rows: int, tokens: int) -> StepPlan:
@@ -239,7 +289,7 @@ def _decode_all(rows: int) -> StepPlan:
     return StepPlan(1, starts, [], list(range(rows)), [2] * rows, [])
 
 
-def _planned(build: CudaBuild, budget: KvBudget) -> MemoryPlan:
+def _planned(build: CudaBuild, budget: KvBudget, graphs: int | None) -> MemoryPlan:
     return MemoryPlan(
         weights=weight_bytes(build.model, build.dtype),
         rope_table=build.capacity.max_context * build.model.head_dim * 4,
@@ -247,10 +297,11 @@ def _planned(build: CudaBuild, budget: KvBudget) -> MemoryPlan:
         activations=build.activations.nbytes,
         logits=build.logits.nbytes,
         kv_pool=budget.bytes,
+        graphs=graphs,
     )
 
 
-def _measure(build: CudaBuild, kv: torch.Tensor) -> MemoryPlan:
+def _measure(build: CudaBuild, kv: torch.Tensor, graphs: int | None) -> MemoryPlan:
     return MemoryPlan(
         weights=build.weights.nbytes,
         rope_table=build.cos_sin.nbytes,
@@ -258,4 +309,5 @@ def _measure(build: CudaBuild, kv: torch.Tensor) -> MemoryPlan:
         activations=build.activations.nbytes,
         logits=build.logits.nbytes,
         kv_pool=kv.nbytes,
+        graphs=graphs,
     )

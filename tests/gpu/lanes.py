@@ -39,6 +39,8 @@ class Subject:
     context_limit: int = 8400
     xqa: bool = True
     """False computes on FA2 what policy gives to XQA."""
+    graphs: bool = False
+    """Decode steps are replayed as CUDA graphs."""
 
 
 def build(
@@ -62,8 +64,10 @@ def build(
     )
     model = load_model_config(subject.directory)
     made = prepare(config, model, subject.dtype, torch.device("cuda", 0), subject.load, xqa=subject.xqa)
-    cache = made.cache(kv_tokens // page_size + 1)
-    return TestLane(made.executor(cache), made.geometry)
+    executor = made.executor(made.cache(kv_tokens // page_size + 1))
+    if subject.graphs:
+        made.capture(executor)
+    return TestLane(executor, made.geometry)
 
 
 def driver(lane: TestLane) -> CudaDriver:

@@ -134,6 +134,15 @@ def test_a_chunk_must_fit_in_a_step():
     assert "513" in refusal("--model", "m", "--max-chunk-tokens", "513")
 
 
+def test_buckets_are_numbers_within_max_bucket():
+    text = refusal("--model", "m", "--max-bucket", "64", "--max-step-tokens", "64", "--graph-buckets", "1,65")
+    assert "65" in text
+    assert "max_bucket, 64" in text
+    assert "1,2,4,8" in refusal("--model", "m", "--graph-buckets", "all")
+    assert load("--model", "m", "--graph-buckets", "1,2").graph_buckets == "1,2"
+    assert "auto or off" in refusal("--model", "m", "--cuda-graphs", "on")
+
+
 @pytest.mark.parametrize(
     ("drain", "environ", "ok"),
     [
