@@ -5,11 +5,8 @@ woken once, however many of its tokens have come.
 """
 
 import asyncio
-import contextlib
 import logging
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +33,7 @@ from engine.messages import (
 from kv.events import Removed, Stored
 from worker.blackbox import BlackBox
 from worker.config import CORE_KILL_S, CORE_STOP_S
+from worker.core_process import CoreProcess
 from worker.endpoint import Endpoint, EndpointError
 from worker.outbox import Outbox, broken
 from worker.stream import Stream
@@ -95,10 +93,8 @@ class CoreClient:
         self._heard = 0.0
         self._busy_since = 0.0
         self._ready: asyncio.Future[Ready] | None = None
-        self._exited: asyncio.Event = asyncio.Event()
         self._watchdog: asyncio.Task[None] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pidfd = -1
+        self._process: CoreProcess | None = None
         self._black_box: BlackBox | None = None
         self._autopsy: asyncio.Task[None] | None = None
         self._endpoint: Endpoint | None = None
@@ -145,16 +141,11 @@ class CoreClient:
         return ready
 
     def _spawn(self, address: str, recorder: int) -> int:
-        # A session of its own: Ctrl-C in a terminal reaches the worker alone, which then drains and stops the core.
         command = [*self._config.command, address]
         try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(recorder,)
-            )
-            self._pidfd = os.pidfd_open(self._process.pid)
+            self._process = CoreProcess(command, (recorder,), self._on_exit)
         except OSError as error:
             raise CoreError(f"{command[0]} cannot be run as its process: {error}") from None
-        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
         return self._process.pid
 
     @property
@@ -232,23 +223,17 @@ class CoreClient:
             await self._end_process(self._process, asked)
         self._close()
 
-    async def _end_process(self, process: subprocess.Popen[bytes], asked: bool) -> None:
+    async def _end_process(self, process: CoreProcess, asked: bool) -> None:
         if asked:
             self._send(Stop())
-            await self._exit_within(self._config.stop_timeout_s)
-        if process.poll() is None:
+            await process.exit_within(self._config.stop_timeout_s)
+        if process.alive:
             process.kill()
-            await self._exit_within(CORE_KILL_S)
-
-    async def _exit_within(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._exited.wait(), seconds)
+            await process.exit_within(CORE_KILL_S)
 
     def _close(self) -> None:
-        if self._pidfd >= 0:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
+        if self._process is not None:
+            self._process.close()
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
@@ -374,16 +359,10 @@ class CoreClient:
                     f"the engine core has said nothing for {silence:.1f} s (step_timeout_s is {limit:g})", wedged=True
                 )
 
-    def _on_exit(self) -> None:
-        if self._process is None:
-            return
+    def _on_exit(self, how: str) -> None:
         if self._endpoint is not None:
             self._endpoint.drain()  # its last words
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        code = self._process.wait()
-        self._exited.set()
         if not self._stopping:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             self._fail(f"the engine core {how}")
 
     def _fail(self, reason: str, wedged: bool = False) -> None:
@@ -404,9 +383,9 @@ class CoreClient:
         process = self._process
         if process is None or self._black_box is None:
             return
-        if wedged and process.poll() is None:
+        if wedged and process.alive:
             logger.error("the engine core (process %d) is asked for the stacks of its threads and killed", process.pid)
-            process.send_signal(signal.SIGUSR1)
-            await self._exit_within(STACKS_S)
+            process.send(signal.SIGUSR1)
+            await process.exit_within(STACKS_S)
             process.kill()
         self._black_box.save(process.pid)
