@@ -18,7 +18,17 @@ from dynamo.llm.exceptions import InvalidArgument
 from engine.messages import Sampling, Submit
 from engine.step import OPTIONAL_PARAMETERS
 from worker.fields import INT32_MAX, flag, group, integer, number, shown, text, token_ids
-from worker.parameters import GROUPS, MAX_LOGPROBS, OUTPUT, PENALTY_BOUND, ROUTING, SAMPLING, STOP, Group
+from worker.parameters import (
+    GROUPS,
+    MAX_LOGPROBS,
+    MAX_SALT_LETTERS,
+    OUTPUT,
+    PENALTY_BOUND,
+    ROUTING,
+    SAMPLING,
+    STOP,
+    Group,
+)
 
 U64 = 1 << 64
 MAX_PRIORITY = INT32_MAX
@@ -65,7 +75,7 @@ def to_submit(
         max_tokens=max_tokens,
         stop_token_ids=stop_tokens,
         sampling=sampling,
-        cache_salt=text(routing.get("cache_salt"), "cache_salt"),
+        cache_salt=text(routing.get("cache_salt"), "cache_salt", MAX_SALT_LETTERS),
         priority=integer(routing.get("priority"), "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0,
         expected_output_tokens=_expected(routing.get("expected_output_tokens"), max_tokens),
     )

@@ -57,10 +57,12 @@ def flag(value: Any, name: str) -> bool:
     return bool(value)
 
 
-def text(value: Any, name: str) -> str | None:
-    """A text; None for None and for an empty one."""
+def text(value: Any, name: str, longest: int) -> str | None:
+    """A text of at most `longest` letters; None for None and for an empty one."""
     if value is not None and not isinstance(value, str):
         raise InvalidArgument(f"{name} is {shown(value)}, but must be a text")
+    if value and len(value) > longest:
+        raise InvalidArgument(f"{name} has {len(value)} letters, but must have at most {longest}: send a hash of it")
     if value and any("\ud800" <= letter <= "\udfff" for letter in value):
         raise InvalidArgument(f"{name} is {shown(value)}, but must be a text of whole Unicode characters")
     return value or None

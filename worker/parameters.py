@@ -39,6 +39,8 @@ class Group:
 
 MAX_LOGPROBS = 20
 """Likeliest tokens that may be asked for beside each token, as in OpenAI's chat API."""
+MAX_SALT_LETTERS = 1024
+"""Letters of a cache_salt: it travels with every KV event of its request."""
 PENALTY_BOUND = 2.0
 """Presence and frequency penalties lie between minus this and this, as in OpenAI's API."""
 
@@ -108,7 +110,7 @@ ROUTING = Group(
     "routing",
     honoured={
         "priority": "higher goes first; classes from -16 to 16",
-        "cache_salt": "requests share cached prefixes only under the same salt",
+        "cache_salt": f"requests share cached prefixes only under the same salt; at most {MAX_SALT_LETTERS} letters",
         "expected_output_tokens": "a guess: a request enters when so many tokens of room are free, and others leave it "
         "that room as long as they can. It never ends, lengthens or refuses a request",
     },

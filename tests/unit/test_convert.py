@@ -351,6 +351,12 @@ def test_an_expected_length_never_exceeds_what_is_allowed():
         assert "expected_output_tokens" in refusal(routing={"expected_output_tokens": bad})
 
 
+def test_a_cache_salt_that_would_swell_every_event_is_refused_with_both_numbers():
+    assert convert(routing={"cache_salt": "x" * 1024}).cache_salt == "x" * 1024
+    with pytest.raises(InvalidArgument, match=r"cache_salt has 1025 letters, but must have at most 1024"):
+        convert(routing={"cache_salt": "x" * 1025})
+
+
 def test_routing_gives_priority_and_cache_salt():
     submit = convert(routing={"priority": -3, "cache_salt": "tenant", "dp_rank": 0, "expected_output_tokens": 5})
     assert (submit.priority, submit.cache_salt) == (-3, "tenant")
