@@ -1,22 +1,23 @@
 """Computes steps on a GPU, launched without waiting: `collect` waits for the copy of the sampled tokens alone."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.cuda.arena import DeviceArena
 from engine.cuda.attention_plan import StepRows
+from engine.cuda.choosing import NOTHING, Asked, TokenChooser, collected
 from engine.cuda.decoder import CudaDecoder, StepAttention
 from engine.cuda.graphs import DecodeGraphs, GraphKey
 from engine.cuda.inputs import STAGES, Array, StepInputs, step_rows
-from engine.cuda.sampling import DeviceSampler
-from engine.plan import PlanCapacity, PlanError
-from engine.step import StepPlan, StepResult
+from engine.messages import Logprobs
+from engine.plan import PlanCapacity
+from engine.step import OPTIONAL_PARAMETERS, Chunk, StepPlan, StepResult
+from engine.step_checks import check_step_tokens
 
 Tap = Callable[[Sequence[int], Tensor], None]
 """Gets the row slots of a slice of sampled rows and their logits, float32 `[rows, vocab]`, valid during the call."""
@@ -46,11 +47,11 @@ class Attention(StepAttention, Protocol):
 
 
 def reserve_logits(arena: DeviceArena, capacity: PlanCapacity, vocab: int, hidden: int, dtype: torch.dtype) -> None:
-    """Plan the logits of a slice of rows, and the sampler's scratch."""
+    """Plan the logits of a slice of rows, and what is needed to choose tokens from them."""
     rows = min(capacity.max_rows, LOGITS_ROWS)
     arena.reserve("sampled_hidden", (rows, hidden), dtype)
     arena.reserve("logits", (rows, vocab), torch.float32)
-    DeviceSampler.reserve(arena, rows, vocab)
+    TokenChooser.reserve(arena, capacity, rows, vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,16 @@ class Launched(NamedTuple):
     ready: "torch.cuda.Event | None"
     padding: int
     """Rows computed beside the step's."""
+    logprobs: Tensor | None
+    """Of the sampled rows, on the host; None if none asks for them."""
+    asked: Asked
+    prompt_logprobs: Mapping[int, Logprobs]
 
 
 class CudaExecutor:
     """`engine.step.Executor` on one GPU. Block table and last tokens stay on the device between steps."""
 
-    parameters: frozenset[str] = frozenset()
+    parameters = OPTIONAL_PARAMETERS
 
     def __init__(self, parts: ExecutorParts) -> None:
         self.parts = parts
@@ -92,8 +97,8 @@ class CudaExecutor:
         self.inputs = parts.inputs
         self._logits = parts.logits.take("logits")
         self._sampled_hidden = parts.logits.take("sampled_hidden")
-        self._sampler = DeviceSampler(parts.logits)
         self._vocab = parts.decoder.parts.config.vocab_size
+        self._chooser = TokenChooser(parts.logits, parts.inputs, self._vocab)
         device = self._logits.device
         self._on_gpu = device.type == "cuda"
         # Whole vectors of 16 bytes: Triton compiles a kernel once more for a pointer that lies otherwise.
@@ -134,15 +139,17 @@ class CudaExecutor:
             self.graphs.run(self._key(bucket), partial(self._decode, bucket))
             if self.tap is not None:
                 self.tap(plan.decode_rows, self._logits[: len(plan.decode_rows)])
-            return self._fetch(plan, bucket - len(plan.decode_rows))
+            return self._fetch(plan, bucket - len(plan.decode_rows), NOTHING, {})
+        asked, prompt_logprobs = self._chooser.asked(plan), {}
         if plan.tokens:
             tokens = self.inputs.by_token
             hidden = self.parts.decoder.forward(
                 tokens("token_ids"), tokens("positions"), tokens("slot_mapping"), self.parts.attention
             )
             self._count_faulty(hidden)
-            self._sample(plan, hidden)
-        return self._fetch(plan, 0)
+            self._sample(plan, hidden, asked)
+            prompt_logprobs = self._read_prompts(plan, hidden)
+        return self._fetch(plan, 0, asked, prompt_logprobs)
 
     def collect(self, handle: object) -> StepResult:
         """Wait for a launched step and return its tokens."""
@@ -151,19 +158,20 @@ class CudaExecutor:
         if handle.ready is not None:
             handle.ready.synchronize()
         faulty = frozenset(slot for slot, count in zip(handle.slots, handle.faulty.tolist(), strict=True) if count)
-        return StepResult(handle.tokens.tolist(), padding_tokens=handle.padding, failed_rows=faulty)
+        logprobs = {} if handle.logprobs is None else collected(handle.logprobs, handle.asked.wishes)
+        return StepResult(handle.tokens.tolist(), handle.padding, faulty, logprobs, handle.prompt_logprobs)
 
     def _check(self, plan: StepPlan) -> None:
         self.parts.capacity.check(plan, self.parts.pages)
-        for chunk in plan.chunks:
-            tokens = np.asarray(chunk.tokens)
-            for token in (int(tokens.min()), int(tokens.max())):
-                if not 0 <= token < self._vocab:
-                    raise PlanError(f"token id in the chunk of row {chunk.row}", token, self._vocab - 1)
+        check_step_tokens(plan, self._vocab, self.parts.capacity)
+        self._chooser.logprobs.check(plan)
 
     def _bucket(self, plan: StepPlan) -> int | None:
-        """The bucket whose graph computes `plan`; None for a step with chunks, and for one without rows."""
+        """The bucket whose graph computes `plan`; None for a step that no graph computes."""
         if self.graphs is None or plan.chunks or not plan.decode_rows:
+            return None
+        started = {start.row for start in plan.starts}
+        if self._chooser.asked(plan) != NOTHING or not started.isdisjoint(plan.decode_rows):
             return None
         bucket = self.graphs.ladder.bucket(len(plan.decode_rows))
         # A tap must see all logits of the step at once.
@@ -175,6 +183,7 @@ class CudaExecutor:
             self.parts.attention.begin(rows, bucket)
         self._turn = (self._turn + 1) % self._results.shape[0]
         self.inputs.write(plan, rows, turn=self._turn, bucket=bucket)
+        self._chooser.start(plan.starts)
 
     def _key(self, bucket: int) -> GraphKey:
         return GraphKey(bucket, self.parts.attention.variant)
@@ -196,9 +205,9 @@ class CudaExecutor:
         for begin in range(0, bucket, self._logits.shape[0]):
             end = min(begin + self._logits.shape[0], bucket)
             logits = self._logits[: end - begin]
-            self._project(hidden[begin:end], logits)
-            self._sampler.choose(logits, self.inputs, slice(begin, end), chosen[begin:end])
-            self.inputs.keep(begin, end, chosen[begin:end])
+            project = partial(self._project, hidden[begin:end], logits)
+            project()
+            self._chooser.choose(logits, slice(begin, end), chosen[begin:end], NOTHING, turn=0, again=project)
         self._results.index_copy_(0, self.inputs.staged["result_turn"], self._bucket_results)
 
     def _project(self, hidden: Tensor, logits: Tensor) -> None:
@@ -220,7 +229,7 @@ class CudaExecutor:
         faulty.copy_(ends)
         faulty[1:] -= ends[:-1]
 
-    def _sample(self, plan: StepPlan, hidden: Tensor) -> None:
+    def _sample(self, plan: StepPlan, hidden: Tensor, asked: Asked) -> None:
         """Logits and tokens of the step's sampled rows, a slice of rows at a time."""
         slots = plan.sampled_rows
         for begin in range(0, len(slots), self._logits.shape[0]):
@@ -228,23 +237,49 @@ class CudaExecutor:
             ends = self.inputs.sampled_rows("sampled_tokens_at", begin, end)
             last = torch.index_select(hidden, 0, ends, out=self._sampled_hidden[: end - begin])
             logits = self._logits[: end - begin]
-            self._project(last, logits)
+            project = partial(self._project, last, logits)
+            project()
             if self.tap is not None:
                 self.tap(slots[begin:end], logits)
             tokens = self._results[self._turn, 0, begin:end]
-            self._sampler.choose(logits, self.inputs, slice(begin, end), tokens)
-            self.inputs.keep(begin, end, tokens)
+            self._chooser.choose(logits, slice(begin, end), tokens, asked, turn=self._turn, again=project)
 
-    def _fetch(self, plan: StepPlan, padding: int) -> Launched:
+    def _read_prompts(self, plan: StepPlan, hidden: Tensor) -> dict[int, Logprobs]:
+        """Log probabilities of the chunks' targets, by place in the plan's chunks. Waits for them."""
+        begin, read = len(plan.decode_rows), {}
+        for place, chunk in enumerate(plan.chunks):
+            if chunk.targets:
+                read[place] = self._read_targets(chunk, hidden[begin : begin + len(chunk.targets)])
+            begin += len(chunk.tokens)
+        return read
+
+    def _read_targets(self, chunk: Chunk, hidden: Tensor) -> Logprobs:
+        """A slice of rows at a time, as for sampling: a prompt's logits are never held at once."""
+        read, count = Logprobs(b""), self._logits.shape[0]
+        for begin in range(0, len(chunk.targets), count):
+            targets = chunk.targets[begin : begin + count]
+            logits = self._logits[: len(targets)]
+            self._project(hidden[begin : begin + count], logits)
+            read = read.joined(self._chooser.logprobs.read_now(logits, targets, chunk.top_logprobs))
+        return read
+
+    def _fetch(self, plan: StepPlan, padding: int, asked: Asked, prompt_logprobs: Mapping[int, Logprobs]) -> Launched:
         source, target = self._results[self._turn], self._host_results[self._turn]
         slots = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         tokens, faulty = target[0, : len(plan.sampled_rows)], target[1, : len(slots)]
         if self._copies is None:
             target.copy_(source)
-            return Launched(tokens.numpy().copy(), faulty.numpy().copy(), slots, None, padding)
+            logprobs = self._fetch_logprobs(asked, len(tokens))
+            return Launched(
+                tokens.numpy().copy(), faulty.numpy().copy(), slots, None, padding, logprobs, asked, prompt_logprobs
+            )
         self._copies.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
+            logprobs = self._fetch_logprobs(asked, len(tokens))
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return Launched(tokens.numpy(), faulty.numpy(), slots, ready, padding)
+        return Launched(tokens.numpy(), faulty.numpy(), slots, ready, padding, logprobs, asked, prompt_logprobs)
+
+    def _fetch_logprobs(self, asked: Asked, count: int) -> Tensor | None:
+        return self._chooser.logprobs.fetch(self._turn, count) if asked.wishes else None

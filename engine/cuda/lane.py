@@ -34,7 +34,7 @@ from engine.models.decoder import DecoderWeights
 from engine.models.progress import Progress
 from engine.models.weights import dummy_weights, load_weights, weight_bytes
 from engine.plan import PlanCapacity
-from engine.step import Chunk, RowStart, StepPlan
+from engine.step import Chunk, RowContext, RowStart, StepPlan
 from kv.budget import KvBudget, KvCapacity, servable_length
 from kv.geometry import KvGeometry
 from kv.table import TableUpdate
@@ -277,11 +277,18 @@ def _profile(build: CudaBuild) -> tuple[int, int, int | None]:
 
 
 def _largest(capacity: PlanCapacity, rows: int, tokens: int) -> StepPlan:
-    """A chunk of `tokens` tokens on every row, all on one page, so that the step takes no KV memory; all rows draw."""
+    """A chunk of `tokens` tokens on every row, all on one page, so that the step takes no KV memory.
+
+    All rows draw, and the first asks for all that a request may ask for: what is compiled on first use is so here.
+    """
     pages = -(-tokens // capacity.page_size)
     table = [TableUpdate(row, index, 1) for row in range(rows) for index in range(pages)]
-    starts = [RowStart(row, Sampling(temperature=1.0)) for row in range(rows)]
-    return StepPlan(0, starts, table, [], [], [Chunk(row, 0, [0] * tokens, True) for row in range(rows)])
+    asking = Sampling(temperature=1.0, repetition_penalty=1.1, frequency_penalty=0.1, min_tokens=1, logprobs=1)
+    starts = [RowStart(0, asking, RowContext([0], [0], [0], tokens + 1))]
+    starts += [RowStart(row, Sampling(temperature=1.0)) for row in range(1, rows)]
+    chunks = [Chunk(row, 0, [0] * tokens, True) for row in range(rows)]
+    chunks[0] = chunks[0]._replace(targets=chunks[0].tokens, top_logprobs=1)
+    return StepPlan(0, starts, table, [], [], chunks)
 
 
 def _decode_all(rows: int) -> StepPlan:
