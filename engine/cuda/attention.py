@@ -17,7 +17,7 @@ from engine.cuda.xqa import XqaDecode
 
 log = logging.getLogger(__name__)
 
-COMPILE_SECONDS = {"fa2": 130, "fa3": 510, "xqa": 20, "norm": 34, "silu": 5, "sampling": 76}
+COMPILE_SECONDS = {"fa2": 130, "fa3": 510, "xqa": 20, "norm": 34, "silu": 5}
 """How long nvcc 13.0 takes for a module on two cores, for the line that asks for patience: fa2 95 to 160 s, fa3 410 to
 620 s, by head dim and type.
 """

@@ -216,7 +216,6 @@ def _specs(needs: ModuleNeeds) -> dict[str, Any]:
         "fa2": paged("fa2"),
         "norm": jit.norm.gen_norm_module(),
         "silu": jit.activation.gen_act_and_mul_module("silu"),
-        "sampling": jit.sampling.gen_sampling_module(),
     }
     if needs.sm90:
         specs["fa3"] = paged("fa3")
