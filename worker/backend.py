@@ -230,7 +230,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
                 while not running.ended:
                     chunk = running.next_chunk(await running.stream.take(), draining=self._draining)
                     if chunk is not None:
-                        yield chunk
+                        yield await running.with_prompt_logprobs(chunk)
             except BaseException as cause:  # GeneratorExit and CancelledError: the consumer has closed the stream
                 running.end("error" if isinstance(cause, Exception) else "cancelled")
                 raise

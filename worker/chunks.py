@@ -31,21 +31,14 @@ def token_chunk(tokens: list[int], logprobs: Logprobs | None = None) -> Chunk:
     return chunk
 
 
-def final_chunk(
-    tokens: list[int],
-    end: Finished,
-    logprobs: Logprobs | None = None,
-    prompt: list[dict[str, Any] | None] | None = None,
-) -> Chunk:
-    """The last chunk of a stream: the tokens not yet sent, why it ended, what it used, and `prompt_logprobs` if asked.
+def final_chunk(tokens: list[int], end: Finished, logprobs: Logprobs | None = None) -> Chunk:
+    """The last chunk of a stream: the tokens not yet sent, why it ended, and what it used.
 
     A stop token is among the tokens, as with vLLM: the frontend leaves it out of the text.
     """
     chunk = token_chunk(tokens, logprobs)
     chunk["finish_reason"] = end.reason
     chunk["completion_usage"] = usage(end.prompt_tokens, end.completion_tokens, end.cached_tokens)
-    if prompt is not None:
-        chunk["engine_data"] = {"prompt_logprobs": prompt}
     return chunk
 
 
@@ -60,7 +53,8 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def prompt_logprobs(prompt: bytes, logprobs: Logprobs) -> list[dict[str, Any] | None]:
-    """For each prompt token (int32 bytes) a map from token id to log probability: its own and the likeliest ones'.
+    """What goes into the last chunk's `engine_data`: for each prompt token (int32 bytes) a map from token id, as a
+    text, to log probability, its own and the likeliest ones'.
 
     The first token follows nothing, so it has None.
     """

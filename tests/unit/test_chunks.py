@@ -82,8 +82,6 @@ def test_prompt_log_probabilities_are_maps_that_begin_with_none():
     assert prompt_logprobs(array("i", [3]).tobytes(), Logprobs(b"")) == [None]
 
 
-def test_the_final_chunk_carries_those_of_the_prompt():
-    chunk = final_chunk([9], Finished(7, "stop", 2, 1, 0), logprobs([-1.0]), [None, {"4": {"logprob": -0.5}}])
-    assert chunk["engine_data"] == {"prompt_logprobs": [None, {"4": {"logprob": -0.5}}]}
-    assert chunk["log_probs"] == [-1.0]
-    assert "engine_data" not in final_chunk([9], Finished(7, "stop", 2, 1, 0))
+def test_the_final_chunk_carries_those_of_its_own_tokens():
+    chunk = final_chunk([9], Finished(7, "stop", 2, 1, 0), logprobs([-1.0]))
+    assert (chunk["log_probs"], chunk["finish_reason"]) == ([-1.0], "stop")
