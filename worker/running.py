@@ -42,7 +42,7 @@ class Running:
     async def with_prompt_logprobs(self, chunk: Chunk) -> Chunk:
         """The last chunk with what was asked for about the prompt, unless it has ended before it was computed.
 
-        In a thread: a prompt of 32k tokens with 20 likeliest each takes Python 0.8 s, and other streams go on meanwhile.
+        In a thread: a prompt of 32k tokens with 20 likeliest each takes Python 0.8 s; other streams go on meanwhile.
         """
         submit, scored = self.submit, self.stream.prompt_logprobs or Logprobs(b"")
         asked = self.ended and submit.sampling.prompt_logprobs is not None
