@@ -5,6 +5,7 @@ Cheap enough for long runs of several workers on two cores, and it can be told t
 """
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -76,7 +77,7 @@ class SimDevice(SimExecutor):
         return result
 
     def obey(self) -> None:
-        """Carry out an order: `error N` and `memory N` fail so many steps, `sleep` and `deadlock` never end one."""
+        """Carry out an order: `error N` and `memory N` fail N steps; `sleep`, `deadlock`, `lock` never end one."""
         if os.path.exists(self.order):
             name, _, count = self.order.read_text().partition(" ")
             self.order.unlink()
@@ -105,6 +106,8 @@ def fail(name: str) -> None:
         raise MemoryError("injected: out of memory")
     if name == "sleep":
         time.sleep(3600)
+    if name == "lock":  # keeps the interpreter's lock, as a loop in a C extension does
+        ctypes.PyDLL(None).sleep(3600)
     if name == "deadlock":
         lock = threading.Lock()
         with lock:

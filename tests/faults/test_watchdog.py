@@ -17,7 +17,7 @@ from tests.stack import client, eventually
 from worker.local import LocalWorker
 
 TIMEOUT_S = 2.0
-HANGS = ("sleep", "deadlock", "stopped")
+HANGS = ("sleep", "deadlock", "lock", "stopped")
 
 
 @pytest.mark.parametrize("hang", HANGS)
