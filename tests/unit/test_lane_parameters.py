@@ -276,7 +276,7 @@ SURROUNDINGS = st.fixed_dictionaries(
 ).filter(lambda drawn: drawn["kv_page_size"] == 16 or drawn["kv_cache_memory"] != TIGHT)  # it holds too few large pages
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sampling=SAMPLINGS, mates=st.lists(SAMPLINGS, max_size=6), surroundings=SURROUNDINGS, warm=st.booleans())
 def test_one_seed_gives_one_text_whatever_runs_beside_it(directory, sampling, mates, surroundings, warm):
     """Everything that may not matter is drawn: batch mates, page size, chunks, lag, cache and preemption."""
