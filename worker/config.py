@@ -163,9 +163,16 @@ def check(config: WorkerConfig, environ: Mapping[str, str]) -> None:
     except LadderError as error:
         raise ConfigError(str(error)) from None
     _check_endpoint_types(config.endpoint_types)
-    if config.custom_jinja_template is not None and not Path(config.custom_jinja_template).is_file():
-        raise ConfigError(f"custom_jinja_template is {config.custom_jinja_template!r}, but there is no such file")
+    if config.custom_jinja_template is not None and not _is_file(config.custom_jinja_template):
+        raise ConfigError(f"custom_jinja_template is {shown(config.custom_jinja_template)}, but there is no such file")
     _check_drain(config.drain_timeout_s, environ)
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # a name longer than any file's
+        return False
 
 
 def _check_endpoint_types(value: str) -> None:

@@ -124,6 +124,11 @@ def test_a_command_line_that_makes_no_sense_is_refused(argv):
     refusal(*argv)
 
 
+@pytest.mark.parametrize("path", ["none.jinja", "x" * 5000, "a\0b"])
+def test_a_chat_template_that_is_no_file_is_refused(path):
+    assert "custom_jinja_template" in refusal("--model", "m", "--custom-jinja-template", path)
+
+
 def test_a_step_must_hold_every_active_request():
     text = refusal("--model", "m", "--max-bucket", "64", "--max-step-tokens", "32")
     assert "64" in text
