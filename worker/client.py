@@ -346,14 +346,20 @@ class CoreClient:
             )
 
     async def _watch(self) -> None:
-        limit = self._config.core.step_timeout_s
+        """Look for silence. Time in which this process did not run, or did not get to look, is no silence of the core:
+        a whole machine that was suspended goes on.
+        """
+        clock, limit = self._config.clock, self._config.core.step_timeout_s
+        period = min(WATCH_S, limit / 4)
         while self._failure is None:
-            await asyncio.sleep(min(WATCH_S, limit / 4))
-            silence = self._config.clock() - self._heard
+            slept = clock()
+            await asyncio.sleep(period)
+            self._heard += max(0.0, clock() - slept - 2 * period)
+            silence = clock() - self._heard
             if silence > limit:
                 if self._endpoint is not None:
                     self._endpoint.exchange()  # the loop itself may have been held up: what has come meanwhile counts
-                silence = self._config.clock() - self._heard
+                silence = clock() - self._heard
             if silence > limit:
                 self._fail(
                     f"the engine core has said nothing for {silence:.1f} s (step_timeout_s is {limit:g})", wedged=True

@@ -261,6 +261,27 @@ async def test_a_core_that_sends_garbage_is_lost_and_its_requests_end():
     assert not alive(pid)
 
 
+async def test_time_in_which_the_worker_itself_stood_still_is_no_silence_of_the_core():
+    suspended = 0.0
+    command = (sys.executable, FAKE_CORE)
+    config = ClientConfig(CoreConfig(model="m", step_timeout_s=5), command, clock=lambda: time.monotonic() + suspended)
+    client = CoreClient(config, Listener())
+    try:
+        await client.start()
+        await asyncio.sleep(0.1)  # it is being watched
+        os.kill(client.pid, signal.SIGSTOP)  # it stands still as well, and has sent nothing meanwhile
+        suspended = 100.0
+        await asyncio.sleep(1.0)
+        assert client.failure is None
+        os.kill(client.pid, signal.SIGCONT)
+        assert await read(client.submit(submit(1))) == [4, 5, 6, 7]
+        os.kill(client.pid, signal.SIGSTOP)
+        await until(lambda: client.failure is not None, 20)
+        assert "has said nothing for" in client.failure
+    finally:
+        await client.stop()
+
+
 async def test_an_idle_core_is_not_wedged():
     async with started(step_timeout_s=1.0) as client:
         await asyncio.sleep(1.5)
