@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.messages import Sampling, Submit
-from engine.step import RowContext
+from engine.step import Chunk, RowContext
 from kv.hashing import split_digests
 
 MAX_CLASS = 16
@@ -141,9 +141,13 @@ class Request:
         """True while log probabilities of its prompt are still to come, for which the whole prompt is computed."""
         return self.sampling.prompt_logprobs is not None and self.prompt_scored < self.prompt_tokens - 1
 
-    def targets(self, start: int, end: int) -> Sequence[int]:
-        """Prompt tokens whose log probabilities the chunk of positions `start` to `end - 1` is to give."""
-        return self.tokens[start + 1 : min(end + 1, self.prompt_tokens)] if self.scores_prompt else ()
+    def chunk(self, start: int, end: int) -> Chunk:
+        """The chunk of positions `start` to `end - 1`."""
+        targets: Sequence[int] = ()
+        if self.scores_prompt:
+            targets = self.tokens[start + 1 : min(end + 1, self.prompt_tokens)]
+        top = self.sampling.prompt_logprobs or 0
+        return Chunk(self.row, start, self.tokens[start:end], end == self.target, targets, top)
 
     def row_context(self) -> RowContext | None:
         """What the row that it enters must know for penalties and `min_tokens`; None if it asks for neither."""

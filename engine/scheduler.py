@@ -188,16 +188,7 @@ class Scheduler:
             boundary = end - end % self.config.page_size
             end = boundary if boundary > start else end
         last = end == request.target
-        chunks.append(
-            Chunk(
-                request.row,
-                start,
-                request.tokens[start:end],
-                last,
-                request.targets(start, end),
-                request.sampling.prompt_logprobs or 0,
-            )
-        )
+        chunks.append(request.chunk(start, end))
         request.planned = end
         request.in_flight += 1
         if last:
