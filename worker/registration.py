@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from engine.models.resolve import Say, resolve_model
 from kv.geometry import PAGE_SIZES
 from worker.config import WorkerConfig
 from worker.model import parsers
+
+logger = logging.getLogger("pagelane.registration")
 
 PAGE_SIZE_KEY = "pagelane_kv_page_size"
 """Key of the registration's runtime data that holds the page size in decimal."""
@@ -98,12 +101,24 @@ async def registration_lost(client: Any, worker_id: int, watch: RegistrationWatc
         if now - looked > watch.lease_s:
             return f"this worker stood still for {now - looked:.0f} s and its lease lasts {watch.lease_s:g} s"
         looked = now
-        if worker_id in client.instance_ids():
+        registered = _registered(client)
+        if registered is None:
+            continue
+        if worker_id in registered:
             seen, missing_since = True, None
         elif seen:
             missing_since = now if missing_since is None else missing_since
             if now - missing_since >= watch.lost_after_s:
                 return "the registration of this worker has gone from discovery"
+
+
+def _registered(client: Any) -> list[int] | None:
+    """Ids of the workers that discovery knows, None if it cannot be asked: that says nothing about anybody."""
+    try:
+        return list(client.instance_ids())
+    except Exception as error:
+        logger.warning("discovery cannot be asked whether this worker is registered: %s", error)
+        return None
 
 
 async def other_page_size(endpoint: Any, page_size: int) -> int | None:

@@ -25,12 +25,15 @@ class Time:
 class Discovery:
     """Answers each look with the next of `answers`, at last with the last for ever."""
 
-    def __init__(self, *answers: list[int]) -> None:
+    def __init__(self, *answers: list[int] | None) -> None:
         self.answers = list(answers)
         self.looks = 0
 
     def instance_ids(self) -> list[int]:
         self.looks += 1
+        if self.answers[0] is None:
+            self.answers.pop(0)
+            raise ConnectionError("no discovery")
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
@@ -44,7 +47,7 @@ async def test_a_registration_that_has_gone_for_good_is_lost():
     assert discovery.looks == 3 + 7, "looked for 3 s at 0.5 s each before it was sure"
 
 
-@pytest.mark.parametrize("answers", [([],), ([8],), ([7],), ([7], [], [7], [], [], [7])])
+@pytest.mark.parametrize("answers", [([],), ([8],), ([7],), ([7], [], [7], [], [], [7]), ([7], *[None] * 20, [7])])
 async def test_one_that_was_never_there_or_comes_back_is_not_lost(answers):
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(registration_lost(Discovery(*answers), 7, watch(Time())), 0.05)
