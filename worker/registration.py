@@ -82,6 +82,8 @@ class RegistrationWatch:
     period_s: float = 0.5
     lost_after_s: float = 3.0
     """How long the registration may be missing: discovery may be slow, but what is gone does not come back."""
+    appears_within_s: float = 60.0
+    """How long a worker may take to be found for the first time."""
     lease_s: float = LEASE_S
     clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
     """Runs on while the machine is suspended, as leases do."""
@@ -92,9 +94,8 @@ async def registration_lost(client: Any, worker_id: int, watch: RegistrationWatc
 
     Dynamo never registers a worker again whose lease has run out (1.6.1, seen): it would live on and serve nothing.
     """
-    seen = False
-    missing_since: float | None = None
-    looked = watch.clock()
+    patience = watch.appears_within_s
+    looked = found = watch.clock()
     while True:
         await asyncio.sleep(watch.period_s)
         now = watch.clock()
@@ -103,13 +104,12 @@ async def registration_lost(client: Any, worker_id: int, watch: RegistrationWatc
         looked = now
         registered = _registered(client)
         if registered is None:
+            found = now
             continue
         if worker_id in registered:
-            seen, missing_since = True, None
-        elif seen:
-            missing_since = now if missing_since is None else missing_since
-            if now - missing_since >= watch.lost_after_s:
-                return "the registration of this worker has gone from discovery"
+            found, patience = now, watch.lost_after_s
+        elif now - found >= patience:
+            return f"this worker has not been in discovery for {now - found:.1f} s"
 
 
 def _registered(client: Any) -> list[int] | None:

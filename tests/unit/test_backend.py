@@ -557,7 +557,7 @@ async def test_a_worker_whose_registration_is_gone_drains_and_fails_unless_it_wa
         check_stream(await running)
         assert (recorder.ends, backend.failure is None) == ((0, True) if told else (1, False))
         if not told:
-            with pytest.raises(EngineShutdown, match="gone from discovery"):
+            with pytest.raises(EngineShutdown, match="not been in discovery"):
                 await collect(backend, request())
 
 

@@ -43,12 +43,20 @@ def watch(time: Time) -> RegistrationWatch:
 
 async def test_a_registration_that_has_gone_for_good_is_lost():
     discovery = Discovery([], [7], [7, 8], [8])
-    assert "gone from discovery" in await registration_lost(discovery, 7, watch(Time()))
-    assert discovery.looks == 3 + 7, "looked for 3 s at 0.5 s each before it was sure"
+    assert "not been in discovery for 3.0 s" in await registration_lost(discovery, 7, watch(Time()))
+    assert discovery.looks == 3 + 6, "looked for 3 s at 0.5 s each before it was sure"
 
 
-@pytest.mark.parametrize("answers", [([],), ([8],), ([7],), ([7], [], [7], [], [], [7]), ([7], *[None] * 20, [7])])
-async def test_one_that_was_never_there_or_comes_back_is_not_lost(answers):
+async def test_one_that_never_appears_is_lost_after_a_longer_while():
+    discovery = Discovery([8])
+    assert "not been in discovery for 60.0 s" in await registration_lost(discovery, 7, watch(Time()))
+    assert discovery.looks == 120
+
+
+@pytest.mark.parametrize(
+    "answers", [([7],), (*[[8]] * 100, [7]), ([7], [], [7], [], [], [7]), ([7], *[None] * 20, [7])]
+)
+async def test_one_that_is_late_or_comes_back_is_not_lost(answers):
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(registration_lost(Discovery(*answers), 7, watch(Time())), 0.05)
 
