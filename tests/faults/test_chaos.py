@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness import STREAMS, Load, SimStack, busy, consistent, prompt
-from tests.stack import client
+from tests.stack import client, eventually
 from worker.local import LocalWorker
 
 SOAK_S = float(os.environ.get("PAGELANE_SOAK_S", "1800"))
@@ -51,6 +51,13 @@ async def deal(stack: SimStack, fault: str, victim: LocalWorker) -> None:
         assert await asyncio.to_thread(stack.remove_worker, victim) == 0
     elif fault == "kill worker":
         await asyncio.to_thread(stack.remove_worker, victim, kill=True)
+        # Until its lease is over the router may still choose it. A new request is then tried elsewhere, but one that
+        # has just lost another worker is lost (Dynamo 1.6.1: "No healthy TCP connection" is an error of no type).
+        await eventually(
+            lambda: asyncio.to_thread(stack.discovered),
+            lambda names: not any(name.endswith(f"{victim.instance_id:x}") for name in names),
+            20,
+        )
     elif fault == "kill core":
         os.kill(stack.core(victim), signal.SIGKILL)
     else:
