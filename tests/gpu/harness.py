@@ -28,6 +28,11 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _shown(argument: str) -> str:
+    """An argument of the command; of a path, the file's name alone."""
+    return Path(argument).name if "/" in argument else argument
+
+
 def provenance() -> dict[str, Any]:
     """Commit, dirty flag, versions, card and command of this run.
 
@@ -39,7 +44,7 @@ def provenance() -> dict[str, Any]:
     return {
         "commit": commit,
         "dirty": dirty.lower() not in ("", "0", "false"),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": " ".join(["python", "-m", f"tests.gpu.{Path(sys.argv[0]).stem}", *map(_shown, sys.argv[1:])]),
         "card": torch.cuda.get_device_name(),
         "python": platform.python_version(),
         **{package: _version(package) for package in packages},
