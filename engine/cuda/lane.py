@@ -207,7 +207,7 @@ def prepare(
     device: torch.device,
     load: Loader,
     *,
-    xqa: bool = False,
+    xqa: bool = True,
 ) -> CudaBuild:
     """What `CudaBuild` holds; `xqa=False` keeps XQA out where policy would take it, so that tests can compare."""
     from engine.kernels.step_head import write_step

@@ -188,10 +188,10 @@ def test_a_step_is_one_copy_of_the_sections_that_it_uses() -> None:
             copies.append(at)
 
     plans = AttentionPlans(layout, RAW, Counting(layout.nbytes))
-    long = [4000]
-    for step in (rows(long), rows([5]), rows(long, [(9, 9)]), rows([5], [(9, 9)]), rows(long, [(600, 600)])):
+    long, behind_much, prompt = [4000], [(9, 4000)], [(600, 600)]
+    for step in (rows(long), rows([5]), rows(long, behind_much), rows([5], behind_much), rows(long, prompt)):
         plans.update(step)
-    for step in (rows([5], [(600, 600)]), rows([], [(600, 600)]), rows([], [(9, 9)]), rows([])):
+    for step in (rows([5], prompt), rows([], prompt), rows([], behind_much), rows([])):
         plans.update(step)
     at = layout.ranges
     assert copies == [
@@ -216,10 +216,10 @@ def test_many_small_tiles_fit_the_chunk_plan() -> None:
 
 def test_xqa_needs_no_plan() -> None:
     plans, device = lane(replace(HOPPER, xqa=True))
-    launch = plans.update(rows([900] * 8)).decode
+    launch = plans.update(rows([1100] * 8)).decode
     assert launch is not None
     assert (launch.kernel, launch.info, launch.rows) == ("xqa", [], 8)
-    mixed = plans.update(rows([900] * 8, [(30, 30)]))
+    mixed = plans.update(rows([1100] * 8, [(30, 3000)]))
     assert mixed.decode is not None
     assert mixed.decode.kernel == "xqa"
     assert read(plans, device, "chunk_request_indices", 1) == [0]
