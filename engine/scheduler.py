@@ -97,14 +97,12 @@ class Scheduler:
             self._let_go(request)
 
     def close(self) -> None:
-        """Admit nothing more: refuse what waits, also what preemption will put back. Running requests go on."""
+        """Take in nothing more: refuse what waits. Running requests go on, also those that preemption has put back."""
         self._closed = True
-        self._refuse_waiting()
-
-    def _refuse_waiting(self) -> None:
         for request in list(self.waiting):
-            self._deliveries.finish(request, "error", CLOSED, refused=True)
-            self._let_go(request)
+            if not request.preemptions:
+                self._deliveries.finish(request, "error", CLOSED, refused=True)
+                self._let_go(request)
 
     def take_effects(self) -> Effects:
         """Effects that have come up outside `resolve`: refusals and cancellations."""
@@ -127,8 +125,6 @@ class Scheduler:
         if len(self.in_flight) >= self.config.max_in_flight:
             return None
         self._expire(now)
-        if self._closed:
-            self._refuse_waiting()
         decoding = self._decoding_rows()
         lengths = []
         for request in decoding:
