@@ -5,10 +5,12 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from engine.config import CoreConfig
 from engine.cuda.flashinfer_raw import ModuleNeeds, installed_version, signatures
@@ -85,13 +87,19 @@ def prebuild(
     environ["CUDA_HOME"] = str(toolkit)
     specs = raw.specs(needs)
     out = config.out if config.out is not None else prebuilt_folder()
+    about = {"flashinfer": raw.version, "arch": config.arch}
+    _check_made_for(about, out, specs.values())
     say(f"{len(specs)} modules of FlashInfer {raw.version} for {config.arch}, into {out}; minutes each at worst")
     modules = []
     for name, spec in specs.items():
         began = clock()
-        modules.append(_build(spec, out))
-        say(f"{name}: {clock() - began:.0f} s, {modules[-1].stat().st_size / 1e6:.1f} MB")
-    _write_manifest(out, modules, {"flashinfer": raw.version, "arch": config.arch})
+        module = out / spec.name / f"{spec.name}.so"
+        if not module.is_file():
+            _build(spec, module)
+            # At once: a module without an entry may have been made for anything.
+            _write_manifest(out, module, about)
+        modules.append(module)
+        say(f"{name}: {clock() - began:.0f} s, {module.stat().st_size / 1e6:.1f} MB")
     return modules
 
 
@@ -109,31 +117,59 @@ def prebuilt_folder() -> Path:
     return Path(env.FLASHINFER_AOT_DIR)
 
 
-def _build(spec: Any, out: Path) -> Path:
-    target: Path = out / spec.name / f"{spec.name}.so"
-    if not target.is_file():
-        if not spec.is_aot:
-            _compile(spec)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own until it is whole: a module that is half copied would be loaded.
-        part = target.with_suffix(".part")
-        shutil.copyfile(spec.get_library_path(), part)
-        part.rename(target)
-    return target
+def _check_made_for(about: Mapping[str, str], out: Path, specs: Iterable[Any]) -> None:
+    """Refuse modules that are there already, in `out` or among FlashInfer's prebuilt ones, and were made for other
+    cards: a module's name does not tell, and what is there is not compiled again. Raises `PrebuildError`.
+    """
+    for spec in specs:
+        for folder in (out, *([Path(spec.get_library_path()).parent.parent] if spec.is_aot else ())):
+            made = _manifest(folder).get(spec.name, {})
+            for key, wanted in about.items():
+                found = made.get(key, wanted)
+                if found != wanted and (folder / spec.name).exists():
+                    raise PrebuildError(
+                        f"{folder / spec.name} was made for {key} {found}, but is wanted for {wanted}: remove it, or "
+                        "choose another folder with --out"
+                    )
+
+
+def _build(spec: Any, target: Path) -> None:
+    if not spec.is_aot:
+        _compile(spec)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # A name of its own until it is whole: a module that is half copied would be loaded.
+    part = target.with_suffix(".part")
+    shutil.copyfile(spec.get_library_path(), part)
+    part.rename(target)
 
 
 def _compile(spec: Any) -> None:
     try:
         spec.build(verbose=False)
     except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines() if "error" in line or "cannot find" in line]
-        raise PrebuildError(f"{spec.name} does not compile: {lines[0] if lines else error}") from error
+        raise PrebuildError(f"{spec.name} does not compile: {first_complaint(error)}") from error
 
 
-def _write_manifest(out: Path, modules: list[Path], about: dict[str, str]) -> None:
-    path = out / "manifest.json"
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    for module in modules:
-        data = module.read_bytes()
-        known[module.stem] = {**about, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+def first_complaint(error: Exception) -> str:
+    """The first line of a failed compilation that says what is wrong; all of it if none does."""
+    lines = [line.strip() for line in str(error).splitlines() if "error" in line or "cannot find" in line]
+    return lines[0] if lines else str(error)
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """What is known of the modules of `folder`, by name."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, Any]])
+    except msgspec.DecodeError as error:
+        raise PrebuildError(f"{path} cannot be read: {error}; remove it") from None
+
+
+def _write_manifest(out: Path, module: Path, about: Mapping[str, str]) -> None:
+    data, known = module.read_bytes(), _manifest(out)
+    known[module.stem] = {**about, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    part = out / "manifest.part"
+    part.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    part.rename(out / "manifest.json")

@@ -101,6 +101,41 @@ def test_modules_are_laid_out_as_flashinfer_wants_them_and_compiled_once(
     assert any(line.startswith("fa3: ") for line in said)
 
 
+@pytest.mark.parametrize("among", ["the result", "FlashInfer's prebuilt modules"])
+def test_a_module_made_for_other_cards_is_not_taken_for_one_of_these(
+    tmp_path: Path, model: Path, nvcc: dict[str, str], monkeypatch: pytest.MonkeyPatch, among: str
+) -> None:
+    spec = FakeSpec("uri_fa2", tmp_path)
+    use(monkeypatch, {"fa2": spec})
+    first, core = tmp_path / "first", CoreConfig(model=str(model))
+    prebuild(PrebuildConfig(core, "9.0a", first), nvcc, print)
+    if among != "the result":
+        spec.is_aot, spec._library = True, first / "uri_fa2" / "uri_fa2.so"
+    out = first if among == "the result" else tmp_path / "second"
+    with pytest.raises(PrebuildError, match=r"uri_fa2 was made for arch 9.0a, but is wanted for 8.0: .* --out"):
+        prebuild(PrebuildConfig(core, "8.0", out), nvcc, print)
+    assert json.loads((first / "manifest.json").read_text())["uri_fa2"]["arch"] == "9.0a"
+    assert not (tmp_path / "second").exists()
+    assert spec.builds == 1
+
+
+def test_an_interrupted_run_leaves_what_it_has_made_in_the_manifest(
+    tmp_path: Path, model: Path, nvcc: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(FakeSpec):
+        def build(self, verbose: bool) -> None:
+            raise KeyboardInterrupt
+
+    use(monkeypatch, {"fa2": FakeSpec("uri_fa2", tmp_path), "fa3": Interrupted("uri_fa3", tmp_path)})
+    with pytest.raises(KeyboardInterrupt):
+        prebuild(PrebuildConfig(CoreConfig(model=str(model)), "9.0a", tmp_path / "out"), nvcc, print)
+    manifest = tmp_path / "out" / "manifest.json"
+    assert set(json.loads(manifest.read_text())) == {"uri_fa2"}
+    manifest.write_text("{")
+    with pytest.raises(PrebuildError, match=f"{manifest} cannot be read: .*; remove it"):
+        prebuild(PrebuildConfig(CoreConfig(model=str(model)), "9.0a", tmp_path / "out"), nvcc, print)
+
+
 def test_a_missing_compiler_is_named_before_anything_is_compiled(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
