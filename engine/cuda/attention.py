@@ -2,8 +2,10 @@
 
 import logging
 import math
+import os
 import shutil
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,6 +15,7 @@ from engine.cuda.device import TorchDevice
 from engine.cuda.flashinfer_raw import FlashInferError, ModuleNeeds, PagedCall, installed_version, signatures
 from engine.cuda.inputs import STAGES, StepInputs
 from engine.cuda.layout import AttentionCapacity, AttentionLayout
+from engine.cuda.prebuild import first_complaint
 from engine.cuda.xqa import XqaDecode
 
 log = logging.getLogger(__name__)
@@ -31,7 +34,7 @@ def load_modules(needs: ModuleNeeds) -> dict[str, Any]:
     """
     specs = signatures(installed_version()).specs(needs)
     missing = [name for name, spec in specs.items() if not spec.is_aot and not spec.is_compiled]
-    if missing and shutil.which("nvcc") is None:
+    if missing and not has_compiler(os.environ):
         needed = [name for name in missing if name != "xqa"]
         if needed:
             raise FlashInferError(
@@ -51,7 +54,25 @@ def load_modules(needs: ModuleNeeds) -> dict[str, Any]:
             ", ".join(missing),
             seconds,
         )
-    return {name: spec.build_and_load() for name, spec in specs.items()}
+    return {name: _load(name, spec) for name, spec in specs.items()}
+
+
+def has_compiler(environ: Mapping[str, str], default: Path = Path("/usr/local/cuda")) -> bool:
+    """True if there is an nvcc where FlashInfer looks for it (`get_cuda_path` in flashinfer/jit/cpp_ext.py)."""
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    if not home and shutil.which("nvcc", path=environ.get("PATH", "")) is not None:
+        return True
+    return (Path(home or default) / "bin" / "nvcc").is_file()
+
+
+def _load(name: str, spec: Any) -> Any:
+    try:
+        return spec.build_and_load()
+    except (RuntimeError, OSError) as error:
+        raise FlashInferError(
+            f"FlashInfer's module {name} can be neither loaded nor compiled: {first_complaint(error)}; "
+            "`pagelane prebuild` compiles it ahead"
+        ) from error
 
 
 class _Rows(NamedTuple):

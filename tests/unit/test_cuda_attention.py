@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import tests.interpreter  # noqa: F401
 from engine.cuda import attention as module
-from engine.cuda.attention import FlashInferAttention, load_modules
+from engine.cuda.attention import FlashInferAttention, has_compiler, load_modules
 from engine.cuda.flashinfer_raw import SUPPORTED, FlashInferError, ModuleNeeds
 from engine.cuda.inputs import StepInputs, step_rows
 from engine.cuda.layout import AttentionCapacity, AttentionLayout
@@ -180,7 +181,7 @@ def use(monkeypatch: pytest.MonkeyPatch, prebuilt: set[str], nvcc: bool) -> Modu
         SUPPORTED["0.6.18.post1"], specs=lambda _: {name: Spec(name in prebuilt) for name in ("fa2", "fa3", "xqa")}
     )
     monkeypatch.setattr(module, "signatures", lambda version: raw)
-    monkeypatch.setattr(module.shutil, "which", lambda name: "/bin/nvcc" if nvcc else None)
+    monkeypatch.setattr(module, "has_compiler", lambda environ: nvcc)
     return ModuleNeeds(128, 4, 16, "bfloat16", sm90=True, xqa=True)
 
 
@@ -205,3 +206,24 @@ def test_what_compiles_is_told_with_its_time(monkeypatch: pytest.MonkeyPatch, ca
     with caplog.at_level(logging.WARNING):
         assert set(load_modules(needs)) == {"fa2", "fa3", "xqa"}
     assert "compiling FlashInfer's modules fa3, xqa, about 530 s" in caplog.text
+
+
+def test_a_compiler_is_looked_for_where_flashinfer_looks_for_it(tmp_path: Path) -> None:
+    toolkit, empty = tmp_path / "cuda", tmp_path / "empty"
+    (toolkit / "bin").mkdir(parents=True)
+    (toolkit / "bin" / "nvcc").touch(0o755)
+    for environ in ({"CUDA_HOME": str(toolkit)}, {"CUDA_PATH": str(toolkit)}, {"PATH": str(toolkit / "bin")}):
+        assert has_compiler(environ, empty)
+    assert has_compiler({"PATH": str(empty)}, toolkit)
+    assert not has_compiler({"PATH": str(empty)}, empty)
+    # FlashInfer looks nowhere else once it is told where.
+    assert not has_compiler({"CUDA_HOME": str(empty), "PATH": str(toolkit / "bin")}, toolkit)
+
+
+def test_a_module_that_does_not_compile_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(spec: Spec) -> str:
+        raise RuntimeError("Ninja build failed.\n[1/2] nvcc ...\nx.cu(3): error: no kernel\nninja: stopped")
+
+    monkeypatch.setattr(Spec, "build_and_load", fail)
+    with pytest.raises(FlashInferError, match=r"^FlashInfer's module fa2 can .*: x.cu\(3\): error: no kernel; `pagel"):
+        load_modules(use(monkeypatch, set(), nvcc=True))
