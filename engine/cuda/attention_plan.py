@@ -79,6 +79,7 @@ class _Staged:
             return Fa2Buffers(*(array(f"{prefix}_{name}") for name in Fa2Buffers.__slots__))
 
         self.whole, self.decode, self.chunks = fa2("whole"), fa2("decode"), fa2("chunk")
+        DecodePlanner.clear(self.decode)
         lists = ("work_indptr", *FA3_LISTS) if layout.capacity.sm90 else ()
         self.fa3 = Fa3Buffers(*(array(f"fa3_{name}") for name in lists)) if lists else None
 

@@ -20,7 +20,8 @@ class DecodePlanner:
         self._tiles_of_a_row = capacity.decode_row_tiles
         self._ones = np.ones(rows, np.int64)
         self._row_tiles = np.full(rows, self._tiles_of_a_row, np.int64)
-        self._pages, self._chunks, self._ends = (np.empty(rows, np.int64) for _ in range(3))
+        self._pages, self._chunks = (np.empty(rows, np.int64) for _ in range(2))
+        self._first_tiles = np.zeros(rows + 1, np.int32)
         self._row_numbers = np.arange(rows, dtype=np.int32)
         self._tile_numbers = np.arange(tiles, dtype=np.int32)
 
@@ -56,7 +57,7 @@ class DecodePlanner:
         plan is `whole`.
         """
         shape, rows = self._shape, step.rows
-        pages, chunks, ends = self._pages[:rows], self._chunks[:rows], self._ends[:rows]
+        pages, chunks = self._pages[:rows], self._chunks[:rows]
         given = pages[: len(lengths)]
         np.add(lengths, shape.page_size - 1, out=given)
         np.floor_divide(given, shape.page_size, out=given)
@@ -67,8 +68,8 @@ class DecodePlanner:
             return self.whole(step)
         np.add(pages, chunk_pages - 1, out=chunks)
         np.floor_divide(chunks, chunk_pages, out=chunks)
-        np.add.accumulate(chunks, out=ends)
-        partial_rows = int(ends[-1])
+        np.add.accumulate(chunks, out=self._first_tiles[1 : rows + 1])
+        partial_rows = int(self._first_tiles[rows])
         tiles = partial_rows * self._tiles_of_a_row
         return Fa2Size(
             tile_q=self._tile_q,
@@ -84,19 +85,24 @@ class DecodePlanner:
             masked=bucket is not None,
         )
 
+    @staticmethod
+    def clear(out: Fa2Buffers) -> None:
+        """Write what all split plans with one query tile a row have in common."""
+        out.qo_tile_indices.fill(0)
+
     def fill_split(self, size: Fa2Size, out: Fa2Buffers) -> None:
-        """Write the last size that `split` made. Nothing else is written; capacities have been checked."""
+        """Write the last size that `split` made. Nothing else is written; capacities have been checked.
+
+        With one query tile a row, `qo_tile_indices` is left as `clear` made it.
+        """
         if self._tiles_of_a_row > 1:
             fill_fa2(size, self._shape.page_size, out)
             return
         rows, tiles, padded = size.query_rows, size.tiles, size.padded_tiles
-        of_row = np.repeat(self._row_numbers[:rows], size.row_chunks)
-        first_tiles = out.o_indptr[: rows + 1]
-        first_tiles[0] = 0
-        first_tiles[1:] = self._ends[:rows]
-        out.request_indices[:tiles] = of_row
-        np.subtract(self._tile_numbers[:tiles], first_tiles[of_row], out=out.kv_tile_indices[:tiles])
-        out.qo_tile_indices[:padded] = 0
+        chunks, first_tiles = size.row_chunks, self._first_tiles[: rows + 1]
+        out.request_indices[:tiles] = self._row_numbers[:rows].repeat(chunks)
+        np.subtract(self._tile_numbers[:tiles], first_tiles[:rows].repeat(chunks), out=out.kv_tile_indices[:tiles])
+        out.o_indptr[: rows + 1] = first_tiles
         out.merge_indptr[: rows + 1] = first_tiles
         out.block_valid_mask[:tiles] = 1
         if padded > tiles:

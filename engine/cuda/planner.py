@@ -19,6 +19,8 @@ MIN_CHUNK_TOKENS = 128
 """FlashInfer splits no finer than this."""
 _CANDIDATES = 16
 """Chunk sizes that the search counts at once: two rounds of numpy calls where halving takes seven."""
+FEW_ROWS = 72
+"""Rows up to which plain Python counts chunks faster than numpy: 3 us for 64 rows, against 7 for a round of calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +96,51 @@ def search_chunk_pages(row_tiles: Array, pages: Array, shape: AttentionShape) ->
     return _fewest(low, high, tiles, shape.split_budget)
 
 
-def search_even_chunk_pages(pages: Array, total: int, row_tiles: int, shape: AttentionShape, most: int) -> int:
-    """The same for rows of `row_tiles` tiles each and `total` pages together; more than `most` pages are `most + 1`."""
+def search_even_chunk_pages(pages: Array, row_tiles: int, shape: AttentionShape, most: int | None = None) -> int:
+    """The same for rows of `row_tiles` tiles each; a result of more than `most` pages is `most + 1` or above."""
     rows, budget = len(pages), shape.split_budget // row_tiles
-    low, high = _chunk_bounds(rows, total, int(np.maximum.reduce(pages)), budget, shape)
-    if high > most:
+    few = pages.tolist() if rows <= FEW_ROWS else None
+    total, longest = (sum(few), max(few)) if few else (int(np.add.reduce(pages)), int(np.maximum.reduce(pages)))
+    if longest * rows == total and rows <= budget:
+        return max(shape.min_chunk_pages, -(-longest // (budget // rows)))
+    low, high = _chunk_bounds(rows, total, longest, budget, shape)
+    if most is not None and high > most:
         high = max(low, most + 1)
-    before_last = pages - 1 if low < high else pages
+    if low == high:
+        return low
+    if few:
+        return _fewest_for_few(low, high, few, budget)
+    before_last = pages - 1
 
     def chunks_of_rows(chunks: Array) -> Array:
         counts: Array = np.add.reduce(before_last // chunks[:, None], axis=1)
         return counts + rows
 
     return _fewest(low, high, chunks_of_rows, budget)
+
+
+def _fewest_for_few(low: int, high: int, pages: list[int], budget: int) -> int:
+    """The least of `low` to `high` that cuts rows of `pages` into at most `budget` chunks; `high` is taken to do so.
+
+    Rounding up adds half a chunk a row, about: that gives the first guess, and each count corrects the next one. Every
+    third guess halves, so that the search ends as soon as halving would, but for a factor of 3.
+    """
+    total, tries = sum(pages), 0
+    before_last = [count - 1 for count in pages]
+    surplus = len(pages) / 2
+    while low < high:
+        tries += 1
+        if tries % 3:
+            guess = min(max(int(total / (budget - surplus)) if surplus < budget else high, low), high - 1)
+        else:
+            guess = (low + high) // 2
+        chunks = sum([count // guess for count in before_last]) + len(pages)
+        if chunks > budget:
+            low = guess + 1
+        else:
+            high = guess
+        surplus = chunks - total / guess
+    return low
 
 
 def _chunk_bounds(whole: int, work: int, longest: int, budget: int, shape: AttentionShape) -> tuple[int, int]:

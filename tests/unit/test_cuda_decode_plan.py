@@ -140,7 +140,7 @@ def test_a_search_for_even_rows_ends_where_the_general_one_does(
             high = middle
     assert found == low
     for most in (low - 1, low, low + 7, 10**6):
-        even = search_even_chunk_pages(lists, sum(pages), row_tiles, shape, most)
+        even = search_even_chunk_pages(lists, row_tiles, shape, most)
         assert even == low if low <= most else even > most
 
 
