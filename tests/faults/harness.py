@@ -225,6 +225,12 @@ async def under_load(stack: SimStack, max_tokens: int = 150) -> AsyncIterator[Lo
             await load.drop()
 
 
+async def serves(stack: SimStack) -> None:
+    """`STREAMS` short streams at once, of which none may be lost."""
+    async with client(stack) as api:
+        assert await streams(api, max_tokens=20).lost() == []
+
+
 async def recovery_s(stack: SimStack, since: float) -> float:
     """Seconds since `since` until a new request has gone through."""
     async with client(stack) as api:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.harness import STREAMS, SimStack, consistent, idle, prompt, recovery_s, streams, under_load
+from tests.faults.harness import STREAMS, SimStack, consistent, idle, prompt, recovery_s, serves, streams, under_load
 from tests.stack import client, eventually, metrics
 from worker.local import LocalWorker
 
@@ -74,8 +74,7 @@ async def test_a_worker_that_stood_still_past_its_lease_ends_and_loses_no_stream
         assert await asyncio.to_thread(ended, stack, victim) == 1
         assert "stood still" in victim.child.reason or "not been in discovery" in victim.child.reason
         await consistent(stack)
-        async with under_load(stack, max_tokens=20):
-            pass
+        await serves(stack)
 
 
 async def test_a_worker_that_nobody_can_find_any_more_drains_and_ends(tiny: Path, tmp_path: Path) -> None:
@@ -117,8 +116,7 @@ async def test_a_full_disk_under_discovery_loses_nothing_and_keeps_a_new_worker_
             await asyncio.sleep(11)  # longer than a lease lasts
         assert "Traceback" not in "\n".join(late.child.tail)
         assert stack.discovered() == before
-        async with under_load(stack, max_tokens=20):
-            pass
+        await serves(stack)
         await consistent(stack)
 
 
@@ -154,8 +152,7 @@ async def test_a_failing_step_loses_no_stream_and_no_worker(tiny: Path, tmp_path
         assert page.total("pagelane_requests_finished_total", reason="error") >= 4
         assert failing.child.alive
         await consistent(stack)
-        async with under_load(stack, max_tokens=20):
-            pass
+        await serves(stack)
 
 
 async def test_three_failing_steps_in_a_row_end_the_worker_and_lose_no_stream(tiny: Path, tmp_path: Path) -> None:

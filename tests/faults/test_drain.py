@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import Load, SimStack, busy, consistent, idle, prompt, streams, under_load
+from tests.faults.harness import Load, SimStack, busy, consistent, idle, prompt, serves, streams
 from tests.stack import client, eventually, metrics
 
 ROW_FLAGS = ("--max-bucket", "4", "--max-step-tokens", "32")
@@ -107,8 +107,7 @@ async def test_a_signal_while_the_model_loads_ends_the_worker_at_once(
         stack.workers.remove(loading)
         assert stack.discovered() == before
         assert not [line for line in loading.child.tail if "Traceback" in line or "pagelane: error" in line]
-        async with under_load(stack, max_tokens=20):
-            pass
+        await serves(stack)
         await idle(stack)
 
 
