@@ -7,7 +7,7 @@ pool to measure what they take, and over the real one to be used.
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +35,14 @@ from engine.models.progress import Progress
 from engine.models.weights import dummy_weights, load_weights, weight_bytes
 from engine.plan import PlanCapacity
 from engine.step import Chunk, RowContext, RowStart, StepPlan
-from kv.budget import KvBudget, KvCapacity, servable_length
+from kv.budget import KvBudget, KvBudgetError, KvCapacity, servable_length
 from kv.geometry import KvGeometry
 from kv.table import TableUpdate
 
 log = logging.getLogger(__name__)
 
+OLDEST_CARD = (8, 0)
+"""Compute capability."""
 HEAD_DIMS = (64, 128, 256)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _SCRATCH_PAGES = 2
@@ -84,6 +86,29 @@ def check_model(model: ModelConfig, dtype: str) -> torch.dtype:
             f"the model's head_dim is {model.head_dim}, but the CUDA lane runs {', '.join(map(str, HEAD_DIMS))}"
         )
     return DTYPES[name]
+
+
+def check_card(name: str, major: int, minor: int) -> None:
+    """Raise `ValueError` for a card that is too old for the kernels."""
+    if (major, minor) < OLDEST_CARD:
+        raise ValueError(
+            f"the GPU is a {name} (sm{major}{minor}), but the CUDA lane runs from sm{OLDEST_CARD[0]}{OLDEST_CARD[1]} "
+            "on: take a newer card, or set device to cpu"
+        )
+
+
+def pool_budget(geometry: KvGeometry, utilization: float, free: int, total: int) -> KvBudget:
+    """What `utilization` of a card of `total` bytes leaves for the KV pool if `free` bytes of it are free, the lane's
+    own weights and buffers taken. Raises `KvBudgetError`.
+    """
+    try:
+        return KvBudget(geometry, max(0, int(utilization * total) - (total - free)))
+    except KvBudgetError as error:
+        raise KvBudgetError(
+            f"{error}. gpu_memory_utilization is {utilization:g} of {total / MIB:.0f} MiB, of which weights, buffers, "
+            f"graphs and other processes have {(total - free) / MIB:.0f} MiB: raise it, lower max_step_tokens, "
+            "max_bucket or context_limit, or take a smaller model"
+        ) from None
 
 
 @dataclass(slots=True)
@@ -167,7 +192,7 @@ def create_cuda_lane(
     torch.cuda.synchronize()
     loaded = clock()
     free, total, graphs = _profile(build)
-    budget = KvBudget(build.geometry, max(0, int(config.gpu_memory_utilization * total) - (total - free)))
+    budget = pool_budget(build.geometry, config.gpu_memory_utilization, free, total)
     build.capacity.check_pool(budget.total_pages)
     # The scratch pool's graphs are gone; what they took has to be free before the pool takes the rest.
     torch.cuda.empty_cache()
@@ -229,18 +254,20 @@ def prepare(
         model.kv_heads,
         model.head_dim,
     )
+    card = torch.cuda.get_device_properties(device)
+    check_card(card.name, card.major, card.minor)
+    sm90 = card.major == 9
+    xqa = xqa and sm90 and has_xqa(model.head_dim, model.group, geometry.page_size)
+    # What may refuse comes before the weights, which take minutes.
+    modules = load_modules(ModuleNeeds(model.head_dim, model.group, geometry.page_size, name, sm90=sm90, xqa=xqa))
+    plans = AttentionCapacity(capacity, card.multi_processor_count, sm90=sm90, xqa="xqa" in modules)
+    check_planner(signatures(installed_version()), modules["fa2"], plans.shape)
     weights = DecoderWeights.fuse(model, load(model, dtype, device))
     activations, logits = DeviceArena(device), DeviceArena(device)
     CudaDecoder.reserve(activations, model, capacity.max_step_tokens, dtype)
     reserve_logits(logits, capacity, model.vocab_size, model.hidden_size, dtype)
     activations.allocate()
     logits.allocate()
-    card = torch.cuda.get_device_properties(device)
-    sm90 = card.major == 9
-    xqa = xqa and sm90 and has_xqa(model.head_dim, model.group, geometry.page_size)
-    modules = load_modules(ModuleNeeds(model.head_dim, model.group, geometry.page_size, name, sm90=sm90, xqa=xqa))
-    plans = AttentionCapacity(capacity, card.multi_processor_count, sm90=sm90, xqa="xqa" in modules)
-    check_planner(signatures(installed_version()), modules["fa2"], plans.shape)
     return CudaBuild(
         config,
         model,
@@ -269,11 +296,19 @@ def _profile(build: CudaBuild) -> tuple[int, int, int | None]:
     capacity = build.capacity
     rows = capacity.max_bucket
     tokens = min(capacity.max_step_tokens // rows, capacity.context_limit)
-    for plan in (_largest(capacity, rows, tokens), _decode_all(rows)):
+    plans = (_largest(capacity, rows, tokens), _decode_all(rows))
+    _run(executor, plans)
+    graphs = build.capture(executor)
+    if graphs is not None:
+        # Capturing gives back what steps without a graph take for a moment. They will take it again, so it counts.
+        _run(executor, plans)
+    return *torch.cuda.mem_get_info(build.device), graphs
+
+
+def _run(executor: CudaExecutor, plans: Iterable[StepPlan]) -> None:
+    for plan in plans:
         executor.collect(executor.launch(plan))
     torch.cuda.synchronize()
-    graphs = build.capture(executor)
-    return *torch.cuda.mem_get_info(build.device), graphs
 
 
 def _largest(capacity: PlanCapacity, rows: int, tokens: int) -> StepPlan:
