@@ -17,6 +17,7 @@ from engine.cuda.planner import (
     fill_fa2,
     search_chunk_pages,
     size_fa2,
+    summary,
     tile_q_for,
 )
 from engine.cuda.policy import DecodeRows, chunk_kernel, splits, uses_xqa
@@ -240,9 +241,8 @@ def _check_rows(rows: StepRows, bucket: int | None, capacity: AttentionCapacity)
     _check_chunks(rows, step)
     if not decode:
         return DecodeRows(filled, 1, filled)
-    longest, total = int(np.maximum.reduce(lengths)), int(np.add.reduce(lengths))
+    shortest, longest, total = summary(lengths)
     _at_most("length of a row", longest, step.max_context)
-    shortest = int(np.minimum.reduce(lengths))
     if shortest < 1:
         raise ValueError(f"length of a decode row is {shortest}, but must be at least 1")
     return DecodeRows(filled, longest, total + filled - decode)

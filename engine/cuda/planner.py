@@ -8,6 +8,7 @@ writes partial results that a second kernel merges.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +20,14 @@ MIN_CHUNK_TOKENS = 128
 """FlashInfer splits no finer than this."""
 _CANDIDATES = 16
 """Chunk sizes that the search counts at once: two rounds of numpy calls where halving takes seven."""
-FEW_ROWS = 72
-"""Rows up to which plain Python counts chunks faster than numpy: 3 us for 64 rows, against 7 for a round of calls."""
+_FEW_VALUES = 32
+_FEW_ROWS = 72
+"""Values and rows up to which plain Python is faster than numpy: three sums, and a count of chunks (3 us for 64 rows,
+against 7 for a round of numpy calls).
+"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionShape:
     """What a plan depends on besides the rows."""
 
@@ -38,15 +42,31 @@ class AttentionShape:
         """Query heads that share a KV head."""
         return self.heads // self.kv_heads
 
-    @property
+    @cached_property
     def split_budget(self) -> int:
         """Tiles that fill the card, two CTAs on each SM: FlashInfer's bound on the tiles of a split plan."""
         return max(2 * self.sm_count // self.kv_heads, 1)
 
-    @property
+    @cached_property
     def min_chunk_pages(self) -> int:
         """Pages of the smallest KV chunk."""
         return max(MIN_CHUNK_TOKENS // self.page_size, 1)
+
+
+class Summary(NamedTuple):
+    """Of int64 `[rows]` with at least one row."""
+
+    least: int
+    most: int
+    total: int
+
+
+def summary(values: Array) -> Summary:
+    """In plain Python where that is faster than three numpy calls."""
+    if len(values) <= _FEW_VALUES:
+        listed = values.tolist()
+        return Summary(min(listed), max(listed), sum(listed))
+    return Summary(int(np.minimum.reduce(values)), int(np.maximum.reduce(values)), int(np.add.reduce(values)))
 
 
 def tile_q_for(packed_queries: int, head_dim: int) -> int:
@@ -96,20 +116,20 @@ def search_chunk_pages(row_tiles: Array, pages: Array, shape: AttentionShape) ->
     return _fewest(low, high, tiles, shape.split_budget)
 
 
-def search_even_chunk_pages(pages: Array, row_tiles: int, shape: AttentionShape, most: int | None = None) -> int:
-    """The same for rows of `row_tiles` tiles each; a result of more than `most` pages is `most + 1` or above."""
+def search_even_chunk_pages(pages: Array, of: Summary, row_tiles: int, shape: AttentionShape, most: int) -> int:
+    """The same for rows of `row_tiles` tiles each, `of` being their summary; more than `most` pages are `most + 1` or
+    above.
+    """
     rows, budget = len(pages), shape.split_budget // row_tiles
-    few = pages.tolist() if rows <= FEW_ROWS else None
-    total, longest = (sum(few), max(few)) if few else (int(np.add.reduce(pages)), int(np.maximum.reduce(pages)))
-    if longest * rows == total and rows <= budget:
-        return max(shape.min_chunk_pages, -(-longest // (budget // rows)))
-    low, high = _chunk_bounds(rows, total, longest, budget, shape)
-    if most is not None and high > most:
+    if of.most == of.least and rows <= budget:
+        return max(shape.min_chunk_pages, -(-of.most // (budget // rows)))
+    low, high = _chunk_bounds(rows, of.total, of.most, budget, shape)
+    if high > most:
         high = max(low, most + 1)
     if low == high:
         return low
-    if few:
-        return _fewest_for_few(low, high, few, budget)
+    if rows <= _FEW_ROWS:
+        return _fewest_for_few(low, high, pages.tolist(), of.total, budget)
     before_last = pages - 1
 
     def chunks_of_rows(chunks: Array) -> Array:
@@ -119,22 +139,21 @@ def search_even_chunk_pages(pages: Array, row_tiles: int, shape: AttentionShape,
     return _fewest(low, high, chunks_of_rows, budget)
 
 
-def _fewest_for_few(low: int, high: int, pages: list[int], budget: int) -> int:
+def _fewest_for_few(low: int, high: int, pages: list[int], total: int, budget: int) -> int:
     """The least of `low` to `high` that cuts rows of `pages` into at most `budget` chunks; `high` is taken to do so.
 
     Rounding up adds half a chunk a row, about: that gives the first guess, and each count corrects the next one. Every
     third guess halves, so that the search ends as soon as halving would, but for a factor of 3.
     """
-    total, tries = sum(pages), 0
     before_last = [count - 1 for count in pages]
-    surplus = len(pages) / 2
+    rows, surplus, tries = len(pages), len(pages) / 2, 0
     while low < high:
         tries += 1
         if tries % 3:
             guess = min(max(int(total / (budget - surplus)) if surplus < budget else high, low), high - 1)
         else:
             guess = (low + high) // 2
-        chunks = sum([count // guess for count in before_last]) + len(pages)
+        chunks = sum([count // guess for count in before_last]) + rows
         if chunks > budget:
             low = guess + 1
         else:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from engine.cuda.planner import FEW_ROWS, MIN_CHUNK_TOKENS, Array, AttentionShape, search_even_chunk_pages, tile_q_for
+from engine.cuda.planner import MIN_CHUNK_TOKENS, Array, AttentionShape, search_even_chunk_pages, summary, tile_q_for
 
 LONE_CTA_PENALTY = 1.12
 """How much slower a CTA reads that has its SM to itself than its share of a full card: 17.2 ns a token against 15.4
@@ -74,15 +74,15 @@ def decode_chunk_pages(pages: Array, shape: AttentionShape, row_tiles: int) -> i
     rows alone (nearly) fill the card and one is long. Then a chunk is half of what each of two CTAs an SM would get of
     all pages: some begin late, and only a small one is not waited for. There are at most `max_decode_tiles` tiles.
     """
-    total = sum(pages.tolist()) if len(pages) <= FEW_ROWS else int(np.add.reduce(pages))
-    slots = 2 * shape.sm_count
-    work = total * row_tiles * shape.kv_heads
-    half_share = max(-(-work // (2 * slots)), shape.min_chunk_pages)
+    slots, least = 2 * shape.sm_count, shape.min_chunk_pages
+    heads_of_a_page = row_tiles * shape.kv_heads
     if row_tiles * len(pages) > shape.split_budget:
-        return half_share
-    balanced = max(3 * work // (2 * slots), shape.min_chunk_pages)
-    found = search_even_chunk_pages(pages, row_tiles, shape, balanced)
-    return found if found <= balanced else half_share
+        return max(-(-int(np.add.reduce(pages)) * heads_of_a_page // (2 * slots)), least)
+    of = summary(pages)
+    work = of.total * heads_of_a_page
+    balanced = max(3 * work // (2 * slots), least)
+    found = search_even_chunk_pages(pages, of, row_tiles, shape, balanced)
+    return found if found <= balanced else max(-(-work // (2 * slots)), least)
 
 
 def max_decode_tiles(rows: int, row_tiles: int, shape: AttentionShape) -> int:

@@ -18,6 +18,7 @@ from engine.cuda.planner import (
     search_chunk_pages,
     search_even_chunk_pages,
     size_fa2,
+    summary,
 )
 from engine.cuda.policy import DecodeRows, decode_chunk_pages, max_decode_tiles, splits
 from engine.cuda.staging import HostDevice
@@ -140,7 +141,7 @@ def test_a_search_for_even_rows_ends_where_the_general_one_does(
             high = middle
     assert found == low
     for most in (low - 1, low, low + 7, 10**6):
-        even = search_even_chunk_pages(lists, row_tiles, shape, most)
+        even = search_even_chunk_pages(lists, summary(lists), row_tiles, shape, most)
         assert even == low if low <= most else even > most
 
 
