@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -23,6 +24,10 @@ from worker.registration import dynamo_config, resolved
 
 USAGE_ERROR = 2
 FAILURE = 1
+WITHDRAWAL_S = 1.0
+"""How long threads of Dynamo's runtime may take, once it says that it has ended, to take the rest of this worker out of
+discovery. Nothing tells when they have; cut short, the entry of the worker's local indexer stays until its lease ends.
+"""
 
 
 class StartError(Exception):
@@ -136,6 +141,8 @@ def _serve(config: WorkerConfig, around: Surroundings | None) -> int:
         if backend.leaving and backend.failure is None:
             return 0
         raise StartError(backend.failure or str(error)) from error
+    finally:
+        time.sleep(WITHDRAWAL_S)
     if backend.failure is not None:
         raise StartError(backend.failure)
     return 0
