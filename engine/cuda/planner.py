@@ -20,11 +20,8 @@ MIN_CHUNK_TOKENS = 128
 """FlashInfer splits no finer than this."""
 _CANDIDATES = 16
 """Chunk sizes that the search counts at once: two rounds of numpy calls where halving takes seven."""
-_FEW_VALUES = 32
-_FEW_ROWS = 72
-"""Values and rows up to which plain Python is faster than numpy: three sums, and a count of chunks (3 us for 64 rows,
-against 7 for a round of numpy calls).
-"""
+_FEW = 32
+"""Rows up to which plain Python sums and counts faster than numpy: 1.2 us for the summary of 16, against 2.7."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Summary(NamedTuple):
 
 def summary(values: Array) -> Summary:
     """In plain Python where that is faster than three numpy calls."""
-    if len(values) <= _FEW_VALUES:
+    if len(values) <= _FEW:
         listed = values.tolist()
         return Summary(min(listed), max(listed), sum(listed))
     return Summary(int(np.minimum.reduce(values)), int(np.maximum.reduce(values)), int(np.add.reduce(values)))
@@ -126,34 +123,30 @@ def search_even_chunk_pages(pages: Array, of: Summary, row_tiles: int, shape: At
     low, high = _chunk_bounds(rows, of.total, of.most, budget, shape)
     if high > most:
         high = max(low, most + 1)
-    if low == high:
-        return low
-    if rows <= _FEW_ROWS:
-        return _fewest_for_few(low, high, pages.tolist(), of.total, budget)
-    before_last = pages - 1
-
-    def chunks_of_rows(chunks: Array) -> Array:
-        counts: Array = np.add.reduce(before_last // chunks[:, None], axis=1)
-        return counts + rows
-
-    return _fewest(low, high, chunks_of_rows, budget)
+    return _fewest_even(low, high, pages, of.total, budget)
 
 
-def _fewest_for_few(low: int, high: int, pages: list[int], total: int, budget: int) -> int:
+def _fewest_even(low: int, high: int, pages: Array, total: int, budget: int) -> int:
     """The least of `low` to `high` that cuts rows of `pages` into at most `budget` chunks; `high` is taken to do so.
 
     Rounding up adds half a chunk a row, about: that gives the first guess, and each count corrects the next one. Every
     third guess halves, so that the search ends as soon as halving would, but for a factor of 3.
     """
-    before_last = [count - 1 for count in pages]
+    if low == high:
+        return low
     rows, surplus, tries = len(pages), len(pages) / 2, 0
+    before_last = pages - 1
+    listed = before_last.tolist() if rows <= _FEW else None
     while low < high:
         tries += 1
         if tries % 3:
             guess = min(max(int(total / (budget - surplus)) if surplus < budget else high, low), high - 1)
         else:
             guess = (low + high) // 2
-        chunks = sum([count // guess for count in before_last]) + rows
+        if listed is not None:
+            chunks = sum([count // guess for count in listed]) + rows
+        else:
+            chunks = int(np.add.reduce(before_last // guess)) + rows
         if chunks > budget:
             low = guess + 1
         else:

@@ -1,5 +1,7 @@
 """What `tests/gpu/check_graphs.py` judges by: logits, and the tokens that were sampled from them."""
 
+from typing import Any
+
 import torch
 
 from tests.gpu.check_graphs import MAX_REGRET, Distance
@@ -7,7 +9,7 @@ from tests.gpu.check_graphs import MAX_REGRET, Distance
 RIGHT = torch.tensor([[0.0, 5.0, 4.9, -3.0]]).repeat(1, 3)
 
 
-def compared(token: int | None) -> dict[str, object]:
+def compared(token: int | None) -> dict[str, Any]:
     """A step with equal logits, of which the other side sampled `token`."""
     distance = Distance()
     distance.add(RIGHT, RIGHT)
