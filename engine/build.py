@@ -109,5 +109,6 @@ def use_cuda(device: str) -> bool:
     if torch.cuda.is_available():
         return True
     if device == "cuda":
-        raise ValueError("device is 'cuda', but torch finds no GPU here; set device to 'cpu' or 'auto'")
+        without = "" if torch.version.cuda else f": torch {torch.__version__} is built without CUDA"
+        raise ValueError(f"device is 'cuda', but torch finds no GPU here{without}; set device to 'cpu' or 'auto'")
     return False

@@ -7,19 +7,38 @@ from typing import Any
 import pytest
 import torch
 
+from engine.build import use_cuda
 from engine.config import CoreConfig
 from engine.cuda import lane as module
 from engine.cuda.flashinfer_raw import FlashInferError
 from engine.cuda.lane import check_card, pool_budget, prepare
+from engine.cuda.logprobs import MOST
 from engine.models.config import load_model_config
 from engine.plan import PlanCapacity
 from engine.step import StepPlan
 from kv.budget import KvBudgetError
 from kv.geometry import KvGeometry
 from tests.models import tiny_model
+from worker.parameters import MAX_LOGPROBS
 
 GIB = 1 << 30
 GEOMETRY = KvGeometry(16, 36, 8, 128, "bfloat16")
+
+
+@pytest.mark.parametrize(("built", "reason"), [(None, r": torch .* is built without CUDA; set"), ("13.0", "; set")])
+def test_a_missing_gpu_is_told_from_a_torch_that_knows_none(
+    monkeypatch: pytest.MonkeyPatch, built: str | None, reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    assert not use_cuda("auto")
+    with pytest.raises(ValueError, match=f"torch finds no GPU here{reason}"):
+        use_cuda("cuda")
+
+
+def test_as_many_likeliest_tokens_are_kept_as_a_client_may_ask_for() -> None:
+    """One more would be refused at the launch, which ends every request of the step."""
+    assert MOST >= MAX_LOGPROBS
 
 
 def test_a_card_that_is_too_old_is_refused_by_its_name() -> None:
