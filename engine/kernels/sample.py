@@ -7,7 +7,8 @@ the batch, on its mates, or on which threads came first.
 What the filters leave is a beginning of the tokens in order of falling logit (equal logits: of rising token), and so is
 what lies before the drawn token. A first pass finds how far down the row's last token of interest may lie, a second one
 gathers the tokens that far; usually a few dozen of 150,000. They are compared each with each; where they are many, the
-places where the sums cross the bounds are searched for instead. Four launches, whatever the rows ask for.
+places where the sums cross the bounds are searched for instead (`engine.kernels.sample_bins`). Twelve launches,
+whatever the rows ask for; of these the last eight have nothing to do where no row has many.
 """
 
 from typing import NamedTuple
@@ -16,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.sample_bins import BINS, STATE, begin_search, search_rows
 from engine.kernels.sample_search import (
     INTEREST,
     draw_of_few,
-    draw_of_many,
     farthest_kept,
     key,
     random_bits,
@@ -34,7 +35,7 @@ TILE = 4096
 FEW = 1024
 """Candidates that are compared each with each."""
 MANY = 8192
-"""Candidates of a row that are kept; a row with more is searched in its logits."""
+"""Candidates of a row, or tokens of a bin, that are kept; a bin with more is searched in the logits."""
 _STEP = 8
 _BLOCK = 1024
 WARPS = 16
@@ -52,6 +53,11 @@ class SampleSpace(NamedTuple):
     tile_weights: Tensor
     values: Tensor
     ids: Tensor
+    scales: Tensor
+    searches: Tensor
+    members: Tensor
+    bin_counts: Tensor
+    bin_weights: Tensor
 
 
 def space_shapes(rows: int, vocab: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -66,6 +72,11 @@ def space_shapes(rows: int, vocab: int) -> dict[str, tuple[tuple[int, ...], str]
         "tile_weights": ((rows, triton.cdiv(vocab, TILE)), "int64"),
         "values": ((rows, many), "float32"),
         "ids": ((rows, many), "int32"),
+        "scales": ((rows,), "float32"),
+        "searches": ((rows, STATE), "int64"),
+        "members": ((rows,), "int32"),
+        "bin_counts": ((rows, BINS), "int32"),
+        "bin_weights": ((rows, BINS), "int64"),
     }
 
 
@@ -209,7 +220,6 @@ def _gather(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "tokens"])
 def _draw(
-    logits,
     temperatures,
     top_ks,
     top_ps,
@@ -218,49 +228,50 @@ def _draw(
     slots,
     positions,
     tops,
+    reaches,
     rates,
     counts,
     tile_weights,
     candidates,
     ids,
+    scales,
+    searches,
+    bin_counts,
+    bin_weights,
     tokens,
     vocab,
-    row_stride,
     TILES: tl.constexpr,
     TILES_WIDTH: tl.constexpr,
     FEW: tl.constexpr,
     MANY: tl.constexpr,
     STEP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    """Draw the rows with few candidates, and begin the search of the others."""
+    row = tl.program_id(0).to(tl.int64)
     rate = tl.load(rates + row)
     if rate > 0:
         slot, count, top = tl.load(slots + row), tl.load(counts + row), tl.load(tops + row)
         tile = tl.arange(0, TILES_WIDTH)
         whole = tl.sum(tl.load(tile_weights + row * TILES + tile, mask=tile < TILES, other=0), 0)
-        bits = random_bits(tl.load(seeds + slot), tl.load(positions + row))
-        top_p, min_p = tl.load(top_ps + slot), tl.load(min_ps + slot)
-        farthest = farthest_kept(min_p, tl.load(temperatures + slot))
-        top_k = tl.load(top_ks + slot)
-        top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
-        row_values, row_ids = candidates + row.to(tl.int64) * MANY, ids + row.to(tl.int64) * MANY
-        token = -1
         if count <= FEW:
+            tl.store(scales + row, 0.0)
+            bits = random_bits(tl.load(seeds + slot), tl.load(positions + row))
+            top_p, min_p = tl.load(top_ps + slot), tl.load(min_ps + slot)
+            farthest = farthest_kept(min_p, tl.load(temperatures + slot))
+            top_k = tl.load(top_ks + slot)
+            top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
+            row_values, row_ids = candidates + row * MANY, ids + row * MANY
             token = draw_of_few(
                 row_values, row_ids, count, top, rate, whole, bits, top_k, top_p, farthest, FEW=FEW, STEP=STEP
             )
+            # None is found where the logits are not finite: the largest stays.
+            if token >= 0:
+                tl.store(tokens + row, token)
         else:
-            gathered, size = count, count
-            if count > MANY:
-                row_values = logits + row.to(tl.int64) * row_stride
-                gathered, size = 0, vocab
-            token = draw_of_many(
-                row_values, row_ids, gathered, size, top, rate, whole, bits, top_k, top_p, farthest, BLOCK=BLOCK
-            )
-        # None is found where the logits are not finite: the largest stays.
-        if token >= 0:
-            tl.store(tokens + row, token)
+            begin_search(row, tl.load(reaches + row), rate, whole, scales, searches, bin_counts, bin_weights, BINS=BINS)
+    else:
+        tl.store(scales + row, 0.0)
 
 
 def gather_candidates(
@@ -324,20 +335,28 @@ def sample(
     """
     rows, vocab = logits.shape
     gather_candidates(logits, columns, slots, positions, tokens, space)
+    sizes = candidate_sizes(space)
+    block = sizes.pop("BLOCK")
     _draw[(rows,)](
-        logits,
         *columns,
         slots,
         positions,
         space.tops,
+        space.reach,
         space.rates,
         space.counts,
         space.tile_weights,
         space.values,
         space.ids,
+        space.scales,
+        space.searches,
+        space.bin_counts,
+        space.bin_weights,
         tokens,
         vocab,
-        logits.stride(0),
+        BINS=BINS,
         num_warps=WARPS,
-        **candidate_sizes(space),
+        **sizes,
     )
+    sizes = {name: sizes[name] for name in ("FEW", "MANY", "STEP")} | {"BLOCK": block}
+    search_rows(logits, columns, slots, positions, tokens, space, sizes)

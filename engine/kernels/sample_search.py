@@ -5,8 +5,8 @@ import triton.language as tl
 
 INTEREST = tl.constexpr(28.5)
 """41 ln 2 and a little: a token this many temperatures below the largest has weight 0."""
-_FARTHEST = tl.constexpr(float("inf"))
-_BEFORE_ALL = tl.constexpr((1 << 63) - 1)
+FARTHEST = tl.constexpr(float("inf"))
+BEFORE_ALL = tl.constexpr((1 << 63) - 1)
 _AFTER_ALL = tl.constexpr(-(1 << 63))
 _CUTS = tl.constexpr(8)
 """Parts that a search cuts its range into with each pass over the candidates; a power of two."""
@@ -37,7 +37,7 @@ def weigh(distance, rate):
 @triton.jit
 def farthest_kept(min_p, temperature):
     """How far below the largest logit a token may lie that min-p keeps."""
-    return tl.where(min_p > 0, -tl.log(tl.where(min_p > 0, min_p, 1.0)) * temperature, _FARTHEST)
+    return tl.where(min_p > 0, -tl.log(tl.where(min_p > 0, min_p, 1.0)) * temperature, FARTHEST)
 
 
 @triton.jit
@@ -62,23 +62,23 @@ def _order(values, ids):
 
 
 @triton.jit
-def _token(order):
+def order_token(order):
     """The token that `_order` made `order` of."""
     return 0x7FFFFFFF - (order & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
-def _part(bits, mass):
+def part_of(bits, mass):
     """floor(mass * bits / 2**53), exactly; `mass` is below 2**62."""
     return tl.umulhi(bits << 10, mass << 1)
 
 
 @triton.jit
-def _limit(mass, top_p):
+def limit(mass, top_p):
     """Tokens with less than this before them are what top-p keeps; at least 1, so that the first one stays."""
     exact = top_p.to(tl.float64) * mass.to(tl.float64)
     whole = exact.to(tl.int64)
-    return tl.where(top_p < 1, tl.maximum(whole + (whole.to(tl.float64) < exact).to(tl.int64), 1), _BEFORE_ALL)
+    return tl.where(top_p < 1, tl.maximum(whole + (whole.to(tl.float64) < exact).to(tl.int64), 1), BEFORE_ALL)
 
 
 @triton.jit
@@ -116,10 +116,10 @@ def draw_of_few(
     mass = whole
     if top_k > 0:
         mass = tl.sum(tl.where(kept, weight, 0), 0)
-    kept = kept & (before < _limit(mass, top_p)) & (distance <= farthest)
-    if (top_p < 1) | (farthest < _FARTHEST):
+    kept = kept & (before < limit(mass, top_p)) & (distance <= farthest)
+    if (top_p < 1) | (farthest < FARTHEST):
         mass = tl.sum(tl.where(kept, weight, 0), 0)
-    target = _part(bits, mass)
+    target = part_of(bits, mass)
     drawn = exists & (before <= target) & (target < before + weight)
     return tl.max(tl.where(drawn, token, -1), 0)
 
@@ -139,13 +139,13 @@ def _read(values, ids, gathered, size, start, top, rate, BLOCK: tl.constexpr):
 @triton.jit
 def extent(values, ids, gathered, size, top, rate, farthest, BLOCK: tl.constexpr):
     """Least and greatest order of the candidates, their weight, and the weight of those no farther than `farthest`."""
-    least = tl.full([BLOCK], _BEFORE_ALL, tl.int64)
+    least = tl.full([BLOCK], BEFORE_ALL, tl.int64)
     greatest = tl.full([BLOCK], _AFTER_ALL, tl.int64)
     all_weight = tl.zeros([BLOCK], tl.int64)
     near_weight = tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
         order, distance, weight = _read(values, ids, gathered, size, start, top, rate, BLOCK=BLOCK)
-        least = tl.minimum(least, tl.where(order == _AFTER_ALL, _BEFORE_ALL, order))
+        least = tl.minimum(least, tl.where(order == _AFTER_ALL, BEFORE_ALL, order))
         greatest = tl.maximum(greatest, order)
         all_weight += weight
         near_weight += tl.where(distance <= farthest, weight, 0)
@@ -203,30 +203,7 @@ def crossing(values, ids, gathered, size, top, rate, least, greatest, by_count, 
 
 
 @triton.jit
-def draw_of_many(values, ids, gathered, size, top, rate, whole, bits, top_k, top_p, farthest, BLOCK: tl.constexpr):
-    """Token drawn from `size` candidates, -1 if there is none.
-
-    `gathered` is `size` if they are gathered ones, 0 if they are all tokens in their order, without `ids`.
-    """
-    least, greatest, available, near = extent(values, ids, gathered, size, top, rate, farthest, BLOCK=BLOCK)
-    mass, token = whole, -1
-    # The last token that top-k keeps, the last one that top-p keeps, the drawn one.
-    for search in range(3):
-        target = tl.where(search == 0, top_k.to(tl.int64) - 1, _part(bits, mass))
-        target = tl.where(search == 1, _limit(mass, top_p) - 1, target)
-        wanted = (search == 2) | ((search == 0) & (top_k > 0)) | ((search == 1) & (top_p < 1))
-        if wanted & (target < tl.where(search == 0, size.to(tl.int64), available)):
-            order, mass = crossing(
-                values, ids, gathered, size, top, rate, least, greatest, search == 0, target, BLOCK=BLOCK
-            )
-            token = _token(order)
-        if (search == 1) & (farthest < _FARTHEST):
-            mass = tl.minimum(mass, near)
-    return token
-
-
-@triton.jit
 def nth(values, ids, gathered, size, top, rate, least, greatest, place, BLOCK: tl.constexpr):
     """Token and logit of the candidate that has `place` others before it."""
     order, _ = crossing(values, ids, gathered, size, top, rate, least, greatest, True, place, BLOCK=BLOCK)
-    return _token(order), value((order >> 32).to(tl.int32))
+    return order_token(order), value((order >> 32).to(tl.int32))

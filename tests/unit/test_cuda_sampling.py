@@ -244,3 +244,30 @@ def test_any_size_of_vocabulary(vocab: int) -> None:
     logits = random_logits(3, vocab, seed=vocab)
     rules = [Rule(0.0), Rule(1.0, 2), Rule(0.5, 0, 0.9)]
     assert draw(logits, rules, [0, 1, 2]) == cpu_draw(logits, rules, [0, 1, 2])
+
+
+@pytest.mark.parametrize("step", [0.0, 0.25])
+def test_rows_with_many_candidates_are_drawn_as_on_the_cpu(step: float) -> None:
+    """More than `MANY`, over several tiles: one by one, and so many equals that a bin holds more than `FEW`."""
+    vocab, rules = 9000, [Rule(), Rule(2.0), Rule(1.0, 0, 0.95), Rule(1.0, 2000, 0.9), Rule(1.0, 0, 1.0, 0.001)]
+    rules += [Rule(3.0, 500, 0.99, 0.01), Rule(1.0, 8000), Rule(0.0)]
+    logits = random_logits(len(rules), vocab, seed=11) / 3
+    if step:
+        logits = (logits / step).round() * step
+    positions = list(range(len(rules)))
+    numbers = uniform(torch.full((len(rules),), 42), torch.arange(len(rules))).tolist()
+    expected = [reference(*row) for row in zip(logits, rules, numbers, strict=True)]
+    got = draw(logits, rules, positions)
+    assert sum(token is None for token in expected) <= 2
+    assert [own for own, token in zip(got, expected, strict=True) if token is not None] == [
+        token for token in expected if token is not None
+    ]
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-3, 1e3])
+def test_bins_hold_any_width_of_candidates(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "FEW", 2)
+    logits = random_logits(3, 300)
+    logits[:, 40:45] = 20.0
+    rules = [Rule(temperature), Rule(temperature, 0, 0.9), Rule(temperature, 250, 0.9)]
+    assert draw(logits, rules, [0, 1, 2]) == cpu_draw(logits, rules, [0, 1, 2])
