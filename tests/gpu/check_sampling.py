@@ -39,7 +39,7 @@ NEAR = 1e-5
 BAR_MS = 0.4
 """5 % of a step of 64 users of Qwen3-4B."""
 SEARCH_BARS_MS = {1: 0.19, 64: 0.31, 256: 0.7}
-"""5 % of a step of so many rows of Qwen3-4B, measured on an H200 (3.8 and 6.3 ms at 1 and 64): for rules that may need a search."""
+"""5 % of a step of Qwen3-4B by rows (3.8 and 6.3 ms at 1 and 64 on an H200): for rules that may need a search."""
 SEARCHED = ("plain", "top_p", "open_top_p", "min_p", "wide_top_k")
 
 

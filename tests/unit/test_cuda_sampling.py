@@ -249,8 +249,8 @@ def test_any_size_of_vocabulary(vocab: int) -> None:
 @pytest.mark.parametrize("step", [0.0, 0.25])
 def test_rows_with_many_candidates_are_drawn_as_on_the_cpu(step: float) -> None:
     """More than `MANY`, over several tiles: one by one, and so many equals that a bin holds more than `FEW`."""
-    vocab, rules = 9000, [Rule(), Rule(2.0), Rule(1.0, 0, 0.95), Rule(1.0, 2000, 0.9), Rule(1.0, 0, 1.0, 0.001)]
-    rules += [Rule(3.0, 500, 0.99, 0.01), Rule(1.0, 8000), Rule(0.0)]
+    vocab, rules = 9000, [Rule(), Rule(2.0), Rule(1.0, 0, 0.95), Rule(1.0, 2000, 0.9), Rule(1.0, 0, 1.0, 0.02)]
+    rules += [Rule(3.0, 500, 0.99, 0.01), Rule(1.0, 8000, 1.0, 0.02), Rule(0.0)]
     logits = random_logits(len(rules), vocab, seed=11) / 3
     if step:
         logits = (logits / step).round() * step
