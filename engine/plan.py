@@ -56,6 +56,11 @@ class PlanCapacity:
         bounded = {
             "max_context (context_limit + 1)": (self.max_context, "lower context_limit"),
             "max_pages (rows x pages of a row)": (self.max_pages, "lower max_bucket or context_limit"),
+            # Kernels count the slots of all page lists through, one behind the other.
+            "slots of the page lists (max_pages x page size)": (
+                self.max_pages * self.page_size,
+                "lower max_bucket or context_limit",
+            ),
             "query elements of a step": (self.max_step_tokens * self.heads * self.head_dim, "lower max_step_tokens"),
         }
         for dimension, (value, hint) in bounded.items():

@@ -39,6 +39,7 @@ def test_page_lists_are_bounded_by_rows_not_by_the_pool() -> None:
     [
         ({"context_limit": INT32_MAX}, "max_context"),
         ({"context_limit": 1 << 30, "max_bucket": 32}, "max_pages"),
+        ({"context_limit": 1 << 26, "max_bucket": 32}, "slots of the page lists"),
         ({"max_step_tokens": 1 << 26}, "query elements"),
     ],
 )
