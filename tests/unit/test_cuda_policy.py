@@ -8,6 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.cuda.attention_plan import AttentionPlans
+from engine.cuda.flashinfer_raw import signatures
+from engine.cuda.layout import AttentionCapacity, AttentionLayout
 from engine.cuda.planner import AttentionShape, size_fa2
 from engine.cuda.policy import (
     DecodeRows,
@@ -17,6 +20,8 @@ from engine.cuda.policy import (
     splits,
     uses_xqa,
 )
+from engine.cuda.staging import HostDevice
+from engine.plan import PlanCapacity
 
 QWEN3_4B = AttentionShape(heads=32, kv_heads=8, head_dim=128, page_size=16, sm_count=132)
 FOUR_KV_HEADS = AttentionShape(heads=20, kv_heads=4, head_dim=128, page_size=16, sm_count=132)
@@ -158,3 +163,15 @@ def test_chunks_among_others_run_on_the_kernel_that_their_longest_row_leaves_the
 def test_prompts_with_nothing_cached_take_fa3(shape: AttentionShape) -> None:
     for tokens in (1, 17, 64, 128, 256, 300, 512, 2048, 8192):
         assert kernel(shape, (tokens, tokens)) == "fa3"
+
+
+@pytest.mark.parametrize("context", [1500, 8192, 40000])
+@pytest.mark.parametrize("shape", [shape_of(32, 8, 16), shape_of(20, 4, 64)])
+def test_probes_find_xqa_in_every_bucket_whose_steps_may_take_it(shape: AttentionShape, context: int) -> None:
+    step = PlanCapacity(64, 2048, context, shape.page_size, shape.heads, shape.kv_heads, shape.head_dim)
+    layout = AttentionLayout(AttentionCapacity(step, shape.sm_count, sm90=True, xqa=True))
+    plans = AttentionPlans(layout, signatures("0.6.18.post1"), HostDevice(layout.nbytes))
+    for bucket in (1, 2, 3, 4, 8, 12, 16, 24, 32, 48):
+        launches = [plans.update(rows, bucket).decode for rows in plans.probes(bucket)]
+        found = any(launch is not None and launch.kernel == "xqa" for launch in launches)
+        assert found == any(uses_xqa(even(bucket, length), shape) for length in range(1, context + 1))
