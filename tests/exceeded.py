@@ -78,7 +78,7 @@ def excesses(capacity: AttentionCapacity) -> Iterator[Excess]:
     yield Excess("partial rows of the decode plan", split, tight="decode_partial_rows")
     yield Excess("tiles of the chunk plan", narrow, tight="max_chunk_tiles")
     yield Excess("partial rows of the chunk plan", narrow, tight="chunk_partial_rows")
-    if capacity.sm90 and chunk_kernel(np.array([299]), np.array([300]), capacity.shape) == "fa3":
+    if capacity.sm90 and chunk_kernel(np.array([299]), capacity.shape) == "fa3":
         yield Excess("works of the FA3 plan", plan_of({0: 9}, Chunk(2, 1, [5] * 299, True)), tight="max_works")
 
 

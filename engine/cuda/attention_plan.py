@@ -142,7 +142,7 @@ class AttentionPlans:
 
     def _size_chunks(self, rows: StepRows) -> Fa2Size | Fa3Size:
         queries, shape = rows.chunk_tokens, self._shape
-        if self._capacity.sm90 and chunk_kernel(queries, rows.chunk_lengths, shape) == "fa3":
+        if self._capacity.sm90 and chunk_kernel(queries, shape) == "fa3":
             return size_fa3(queries, rows.chunk_lengths, shape)
         packed, pages = queries * shape.group, -(-rows.chunk_lengths // shape.page_size)
         tile_q = tile_q_for(int(packed.sum()) // len(queries), shape.head_dim)

@@ -232,9 +232,9 @@ def prepare(
     device: torch.device,
     load: Loader,
     *,
-    xqa: bool = True,
+    xqa: bool = False,
 ) -> CudaBuild:
-    """What `CudaBuild` holds; `xqa=False` keeps XQA out where policy would take it, so that tests can compare."""
+    """What `CudaBuild` holds; `xqa` takes XQA where policy does: no lane does yet (docs/attention-plans.md)."""
     from engine.kernels.step_head import write_step
 
     limit = config.context_limit or model.context_limit

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from engine.cuda.planner import MIN_CHUNK_TOKENS, Array, AttentionShape, search_even_chunk_pages, summary, tile_q_for
+from engine.cuda.planner import Array, AttentionShape, search_even_chunk_pages, summary
 
 LONE_CTA_PENALTY = 1.12
 """How much slower a CTA reads that has its SM to itself than its share of a full card: 17.2 ns a token against 15.4
@@ -18,6 +18,8 @@ MERGE_TOKENS = 200
 """Cost of writing and merging partial results, in tokens that a CTA reads meanwhile: 3 us at 15.4 ns a token."""
 MERGE_TOKENS_PER_ROW = 2
 """The same for each further row: 80.7 us split against 76.0 whole at 64 rows, 286.9 against 278.0 at 256."""
+FA3_SPEED = 1.85
+"""FA3's prefill speed over FA2's when both fill the card (168.8 us against 91.3 for 2048 tokens; 1.7 to 2.0)."""
 XQA_HEADS = (16, 128)
 """Rows x KV heads from and up to which XQA is taken. Beneath, FA2's split rows fill the card as well and XQA loses (one
 row of 1024 tokens, 8 KV heads: 1.20 of FA2's time; 4 KV heads: 1.54); above, FA2 needs no split (256: 0.98 to 1.15).
@@ -28,20 +30,6 @@ XQA_HEAD_TOKENS = {16: (32_768, 131_072), 64: (16_384, 262_144)}
 """
 XQA_GROUPS: dict[int, tuple[int, ...]] = {128: (4, 5)}
 """Groups for which XQA was measured to win, by head dim; on sm90, and it is taken there alone."""
-CHUNK_MERGE_TOKENS = 700
-"""Cost of writing and merging a chunk's partial results, in KV tokens that a CTA reads meanwhile for an FA3 tile (about
-15 ns each): 256 tokens with nothing cached, the fewest that FA2 splits, take 0.24 to 0.40 of its time on FA3.
-"""
-FA2_SPLIT_COST = 2.5
-"""FA2's time on its share of split work over FA3's on the same: with `CHUNK_MERGE_TOKENS`, and 250 for a launch, within
-14 % of what 64 to 256 tokens behind 4096 cached ones took, where the two break even.
-"""
-FA2_WHOLE_COST = 1.85
-"""The same without split, both filling the card (168.8 us against 91.3 for 2048 tokens; 1.7 to 2.0)."""
-FA2_LONE_COST = 1.5
-"""The time of one FA2 tile that reads a whole row over that of an FA3 tile: 64 and 128 tokens take 0.82 to 0.90 of
-FA2's time on FA3, most of which is the launch.
-"""
 
 
 class DecodeRows(NamedTuple):
@@ -115,28 +103,15 @@ def uses_xqa(step: DecodeRows, shape: AttentionShape) -> bool:
     )
 
 
-def chunk_kernel(queries: Array, lengths: Array, shape: AttentionShape) -> Literal["fa2", "fa3"]:
-    """Kernel for prompt chunks of `queries` tokens at the end of `lengths` tokens (int64 `[rows]`) on sm90; elsewhere
-    only FA2 runs.
+def chunk_kernel(queries: Array, shape: AttentionShape) -> Literal["fa2", "fa3"]:
+    """Kernel for prompt chunks of `queries` tokens (int64 `[rows]`) on sm90; elsewhere only FA2 runs.
 
-    Compares two times, in KV tokens that one CTA reads for an FA3 tile. FA3 is the faster one but does not split KV: it
-    takes as long as the longest row, or as its share of all tiles. FA2 takes its share of all tiles too, and no longer
-    for a long row as long as it splits; it does so while its tiles are fewer than `split_budget`. So FA3 is taken
-    where KV is short or the tiles fill a third of the card, and FA2 for few queries with much behind them, also if
-    these lie among short rows. Measured for single chunks; batches of several follow from the reasoning.
+    FA3 does not split KV: with few query tiles x heads it leaves SMs idle, and FA2, which does, wins once FA3 fills
+    less than 1 / `FA3_SPEED` of the card.
     """
-    seen = lengths - queries // 2
-    packed, longest = queries * shape.group, int(lengths.max())
-    tile_q = tile_q_for(int(packed.sum()) // len(queries), shape.head_dim)
-    fa2_tiles, fa3_tiles = -(-packed // tile_q), -(-queries // fa3_tile_q(shape.head_dim))
-    fa3_share = int(fa3_tiles @ seen) * shape.heads / shape.sm_count
-    fa2_share = int(fa2_tiles @ seen) * tile_q / fa3_tile_q(shape.head_dim) * shape.kv_heads / shape.sm_count
-    split = int(fa2_tiles.sum()) < shape.split_budget and longest > MIN_CHUNK_TOKENS
-    if split:
-        fa2 = CHUNK_MERGE_TOKENS + FA2_SPLIT_COST * fa2_share
-    else:
-        fa2 = max(FA2_WHOLE_COST * fa2_share, FA2_LONE_COST * longest)
-    return "fa3" if max(longest, fa3_share) <= fa2 else "fa2"
+    tile_q = fa3_tile_q(shape.head_dim)
+    works = int((-(-queries // tile_q)).sum()) * shape.heads
+    return "fa3" if works * FA3_SPEED >= shape.sm_count else "fa2"
 
 
 def fa3_tile_q(head_dim: int) -> int:

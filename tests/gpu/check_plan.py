@@ -223,7 +223,7 @@ def check_chunks(results: Results, args: argparse.Namespace) -> None:
                 with patch("engine.cuda.attention_plan.chunk_kernel", return_value="fa3"):
                     fa3 = Bench(capacity, rows, args.replays)
                 ratio = statistics.median(fa3.time(fa3.own) / fa2.time(fa2.own) for _ in range(3))
-                chosen = chunk_kernel(rows.chunk_tokens, rows.chunk_lengths, capacity.shape)
+                chosen = chunk_kernel(rows.chunk_tokens, capacity.shape)
                 row = {"tokens": tokens, "cached": cached, "chosen": chosen, "fa3_to_fa2": ratio}
                 results.emit("chunks", **facts(capacity), **row, ok=(ratio if chosen == "fa3" else 1 / ratio) <= 1.1)
 

@@ -232,11 +232,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="14 prompts instead of 50")
     parser.add_argument("--no-faults", action="store_true")
     parser.add_argument("--graphs", action="store_true", help="decode steps as CUDA graphs, but for the faults")
-    parser.add_argument("--no-xqa", action="store_true", help="decode rows on FA2 alone")
+    parser.add_argument("--xqa", action="store_true", help="decode rows on XQA where it is the faster one")
     arguments = parser.parse_args()
     dtype = DTYPES[arguments.dtype]
     names = [*arguments.shapes, *([arguments.model.stem] if arguments.model else [])]
-    marks = [*([arguments.dtype] if dtype == torch.float16 else []), *(["no-xqa"] if arguments.no_xqa else [])]
+    marks = [*([arguments.dtype] if dtype == torch.float16 else []), *(["xqa"] if arguments.xqa else [])]
     marks += ["graphs"] if arguments.graphs else []
     results = Results("-".join(["gate", *names, *marks]))
     for name in names:
@@ -246,7 +246,7 @@ def main() -> None:
                 gate = drawn(results, name, Path(folder), dtype, arguments.quick)
             else:
                 gate = real(results, arguments.model, dtype, arguments.quick)
-            gate.subject = replace(gate.subject, xqa=not arguments.no_xqa, graphs=arguments.graphs)
+            gate.subject = replace(gate.subject, xqa=arguments.xqa, graphs=arguments.graphs)
             run(gate, known, not arguments.no_faults)
             del gate
         torch.cuda.empty_cache()

@@ -37,7 +37,7 @@ class Subject:
     load: Loader
     dtype: torch.dtype = torch.bfloat16
     context_limit: int = 8400
-    xqa: bool = True
+    xqa: bool = False
     """False computes on FA2 what policy gives to XQA."""
     graphs: bool = False
     """Decode steps are replayed as CUDA graphs."""
