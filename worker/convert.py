@@ -31,7 +31,6 @@ from worker.parameters import (
 )
 
 U64 = 1 << 64
-MAX_PRIORITY = INT32_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def to_submit(
         stop_token_ids=stop_tokens,
         sampling=sampling,
         cache_salt=text(routing.get("cache_salt"), "cache_salt", MAX_SALT_LETTERS),
-        priority=integer(routing.get("priority"), "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0,
+        priority=integer(routing.get("priority"), "priority", -INT32_MAX - 1, INT32_MAX) or 0,
         expected_output_tokens=_expected(routing.get("expected_output_tokens"), max_tokens),
     )
 

@@ -25,24 +25,38 @@ OPENAI: dict[str, tuple[str, str]] = {
     "temperature, top_p, top_k, min_p, seed": (HONOURED, "missing ones: generation_config.json"),
     "presence_penalty, frequency_penalty": (HONOURED, f"-{PENALTY_BOUND:g} to {PENALTY_BOUND:g}"),
     "repetition_penalty": (HONOURED, "the frontend lets pass what is above 0 and at most 2"),
-    "min_tokens, ignore_eos, stop_token_ids": (HONOURED, "at most 4 stop tokens pass the frontend"),
-    "stop, include_stop_str_in_output": (FRONTEND, "at most 4 strings; finds them in the text and ends the request"),
-    "logprobs, top_logprobs": (HONOURED, f"chats: true, and 0 to {MAX_LOGPROBS}; completions: logprobs from 0 to 5"),
+    "min_tokens": (HONOURED, "the frontend looks for stop strings only behind them"),
+    "ignore_eos": (HONOURED, "with it, 1.6.1 drops the client's own stop, stop_token_ids too: only the length ends"),
+    "stop_token_ids": (HONOURED, "at most 32 pass the frontend; none beyond the vocabulary can ever be sampled"),
+    "stop, include_stop_str_in_output": (
+        FRONTEND,
+        "at most 32 strings, or token ids, which arrive as stop_token_ids; finds them in the text and ends the request",
+    ),
+    "logprobs, top_logprobs": (
+        HONOURED,
+        f"chats: true, and 0 to {MAX_LOGPROBS}, which says nothing without logprobs; completions: logprobs from 0 to 5",
+    ),
     "prompt_logprobs": (
         HONOURED,
-        'chat answers carry them as `prompt_logprobs`, completions with `nvext.extra_fields: ["prompt_logprobs"]`',
+        "plain chats carry them as `prompt_logprobs`; streamed chats and completions only with `nvext.extra_fields: "
+        '["prompt_logprobs"]`; of a plain completion with several prompts 1.6.1 keeps those of one',
     ),
     "echo": (FRONTEND, "1.6.1 does not repeat the prompt; with logprobs it asks for prompt_logprobs, see there"),
     "n, best_of": ("1 only", "send the request several times"),
     "response_format, guided_json, guided_regex, guided_choice, guided_grammar": (
         REFUSED,
-        "as guided_decoding; text is neutral",
+        "as guided_decoding; text and an empty guided_choice are neutral",
     ),
+    "guided_decoding_backend, guided_whitespace_pattern": (DROPPED, "unless one of the above is sent"),
+    "thinking_token_budget, nvext.max_thinking_tokens": (REFUSED, "as max_thinking_tokens"),
+    "mm_processor_kwargs, prompt_embeds": (REFUSED, "the second by the frontend"),
     "tools, tool_choice, parallel_tool_calls": (
         FRONTEND,
         "parses calls; a tool_choice that requires one arrives as guided_decoding and is refused",
     ),
-    "reasoning_effort, chat_template_args": (FRONTEND, "goes into the chat template"),
+    "reasoning_effort, chat_template_args, chat_template_kwargs": (FRONTEND, "goes into the chat template"),
+    "add_generation_prompt, continue_final_message": (FRONTEND, "how the chat template ends"),
+    "service_tier, thinking": (FRONTEND, "no influence on the text"),
     "allowed_token_ids, bad_words_token_ids, logprob_token_ids": (REFUSED, "by name"),
     "skip_special_tokens, return_tokens_as_token_ids, detokenize": (FRONTEND, "turns tokens into text"),
     "logit_bias, suffix": (DROPPED, "1.6.1 accepts them and sends no worker anything of them; do not rely on them"),
@@ -50,10 +64,26 @@ OPENAI: dict[str, tuple[str, str]] = {
     "user, metadata, store": (FRONTEND, "no influence on the text"),
     "functions, function_call": (FRONTEND, "501: send tools"),
     "use_beam_search, length_penalty, bad_words, priority, lora_name": (FRONTEND, "400: not known to it"),
-    "cache_salt, nvext.cache_salt": (HONOURED, "see routing"),
+    "cache_salt, nvext.cache_salt": (HONOURED, "see routing; the second goes before the first, and empty is none"),
     "nvext.agent_hints.priority": (HONOURED, "see routing"),
     "nvext.agent_hints.osl": (HONOURED, "as expected_output_tokens"),
-    "nvext.max_thinking_tokens": (REFUSED, "by name"),
+    "nvext.agent_hints.strict_priority, nvext.agent_hints.speculative_prefill": (FRONTEND, "the router's"),
+    "nvext.greed_sampling": (
+        DROPPED,
+        "and with it 1.6.1 drops temperature, so that the model's default draws: send temperature 0",
+    ),
+    "nvext.token_data": (FRONTEND, "these ids become the prompt"),
+    "nvext.extra_fields, nvext.annotations": (FRONTEND, "what the answer carries beside the text, worker ids included"),
+    "nvext.backend_instance_id, nvext.decode_worker_id, nvext.prefill_worker_id, nvext.prefill_dp_rank, nvext.router": (
+        FRONTEND,
+        "routing; a worker that is not there is a 400 without a reason",
+    ),
+    "nvext.dp_rank": (FRONTEND, "the router chooses the rank itself"),
+    "nvext.routing_constraints": (FRONTEND, "routing; 500 if no worker meets them"),
+    "nvext.use_raw_prompt, nvext.request_timestamp_ms, nvext.metadata_upload": (
+        FRONTEND,
+        "nothing of them is used here",
+    ),
 }
 """What a client may put into a request: who acts on it, and how."""
 

@@ -68,7 +68,8 @@ SAMPLING = Group(
         "skip_reading_prefix_cache": Neutral((False,), "the prefix cache is always read: send your own cache_salt"),
         "guided_decoding": Neutral(
             ({},),
-            "constrained output (response_format, or a tool_choice that requires a call) is not served: leave it out",
+            "constrained output (response_format, guided_json, guided_regex, guided_choice, guided_grammar, or a "
+            "tool_choice that requires a call) is not served: leave it out",
         ),
     },
     elsewhere={
@@ -85,7 +86,7 @@ STOP = Group(
         "stop_token_ids": "tokens that end the text, beside the model's own; the text is without them",
         "stop_token_ids_visible": "tokens that end the text; the frontend shows them",
         "stop_token_ids_hidden": "tokens that end the text; the frontend does not show them",
-        "ignore_eos": "true: only the client's own stop tokens end the text",
+        "ignore_eos": "true: only stop tokens that the request itself names end the text",
     },
     neutral={"max_thinking_tokens": Neutral((), "a thinking budget is not served: leave it out")},
     elsewhere={"stop": "the frontend finds stop strings, and cancels the request here"},

@@ -20,6 +20,8 @@ _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Ten times the header of the largest model that config.json may describe.
 _HEADER_LIMIT = 32 << 20
 # Old Llama checkpoints carry this buffer; it follows from config.json.
+MAX_NAME_BYTES = 255
+"""Of a file's name, on every usual file system."""
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 
 
@@ -128,8 +130,13 @@ def _stored(directory: Path) -> dict[str, _Stored]:
 def _inside(directory: Path, name: str, index: Path | None = None) -> Path:
     """The file `name` of `directory`; names with a path and links that lead elsewhere are refused."""
     path = directory / name
-    if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable():
-        raise ModelError(f"{index}: shard {name!r} is not a plain file name that ends in .safetensors")
+    plain = Path(name).name == name and name.endswith(".safetensors") and name.isprintable()
+    if not plain or len(name.encode()) > MAX_NAME_BYTES:
+        shown = name if len(name) <= 80 else f"{name[:77]}..."
+        raise ModelError(
+            f"{index}: weight_map names {shown!r}, which is not a plain file name of at most {MAX_NAME_BYTES} bytes "
+            "that ends in .safetensors"
+        )
     if not path.is_file():
         hint = "" if index else f"; a model directory holds {SINGLE_FILE} or {INDEX_FILE}"
         raise ModelError(f"{path}: no such file{hint}")

@@ -160,8 +160,8 @@ async def test_a_stop_string_is_left_out_or_kept_and_usage_is_told(api: Client, 
     [
         ({"n": 2, "temperature": 1}, "n is 2"),
         ({"best_of": 2}, "best_of is 2"),
-        ({"guided_json": {"type": "object"}}, "guided_decoding"),
-        ({"guided_regex": "a+"}, "guided_decoding"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"guided_regex": "a+"}, "guided_regex"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"bad_words_token_ids": [[5]]}, "bad_words_token_ids"),
         ({"logprob_token_ids": [5]}, "logprob_token_ids"),
@@ -186,13 +186,29 @@ async def test_what_is_not_served_is_refused_with_its_name(
 async def test_chats_that_ask_for_more_than_text_are_refused_with_the_reason(api: Client, stream: bool) -> None:
     image = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}]
     for fields, content, reason in (
-        ({"response_format": {"type": "json_object"}}, "hello", "guided_decoding"),
+        ({"response_format": {"type": "json_object"}}, "hello", "response_format"),
         ({"n": 2, "temperature": 1}, "hello", "n is 2"),
         ({}, [{"role": "user", "content": image}], "Invalid request"),  # the frontend's own words
     ):
         reply = await api.chat(content, stream, max_tokens=4, **fields)
         assert reply.status == 400, reply
         assert reason in reply.error
+
+
+@BOTH
+async def test_ignore_eos_loses_the_clients_own_stops_in_the_frontend(api: Client, stream: bool) -> None:
+    """docs/parameters.md says so; a frontend that mends it turns this red, and the page is to be changed."""
+    free = await complete(api, stream)
+    for stop in ({"stop": [free.text[3:5]]}, {"stop_token_ids": token_ids(free)[4:6]}):
+        reply = await complete(api, stream, **stop)
+        assert (reply.finish_reason, token_ids(reply)) == ("length", token_ids(free))
+
+
+@BOTH
+async def test_priorities_at_the_ends_of_their_type_are_taken(api: Client, stream: bool) -> None:
+    for priority in (-(1 << 31), (1 << 31) - 1):
+        hints = {"agent_hints": {"priority": priority}}
+        assert (await api.complete("one fox", stream, max_tokens=2, nvext=hints)).status == 200
 
 
 async def test_hints_and_salts_change_no_text(api: Client) -> None:

@@ -361,6 +361,10 @@ def test_routing_gives_priority_and_cache_salt():
     submit = convert(routing={"priority": -3, "cache_salt": "tenant", "dp_rank": 0, "expected_output_tokens": 5})
     assert (submit.priority, submit.cache_salt) == (-3, "tenant")
     assert (convert().priority, convert().cache_salt) == (0, None)
+    assert [convert(routing={"priority": end}).priority for end in (-(1 << 31), (1 << 31) - 1)] == [
+        -(1 << 31),
+        (1 << 31) - 1,
+    ]
 
 
 @pytest.mark.parametrize(
