@@ -44,15 +44,20 @@ class MemoryPlan:
     rope_table: int
     plan_arena: int
     activations: int
-    logits: int
-    """Logits of a slice of rows, and the sampler's scratch."""
+    """On a GPU with logits, sampler scratch and what the sampler knows of each row: they share an arena."""
     kv_pool: int
+    logits: int | None = None
+    """On a CPU: logits of a slice of rows, and the sampler's scratch."""
     graphs: int | None = None
-    """Captured steps, None in a lane without: planned is what a first capture took."""
+    """Captured steps."""
+    workspaces: int | None = None
+    """What torch holds on a GPU beside the parts above: cuBLAS's workspace, results of steps, rounding."""
+    context: int | None = None
+    """What the driver has taken for this process: CUDA's context, loaded kernels, streams."""
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by part, without parts that the lane does not have."""
+        """Bytes by part, without parts that the lane does not have or that are not known."""
         return {name: size for name in self.__slots__ if (size := getattr(self, name)) is not None}
 
     @property

@@ -34,9 +34,9 @@ class TokenChooser:
     def reserve(arena: DeviceArena, capacity: PlanCapacity, rows: int, vocab: int) -> None:
         """Plan the device memory for slices of `rows` rows. Behind the row slots lies the padding rows' slot."""
         slots = capacity.max_bucket + 1
-        DeviceSampler.reserve(arena, rows, vocab)
         LogitsAdjuster.reserve(arena, slots, vocab)
         DeviceLogprobs.reserve(arena, Sizes(slots, capacity.max_rows, rows, vocab))
+        DeviceSampler.reserve(arena.during("choose"), rows, vocab)
 
     def __init__(self, arena: DeviceArena, inputs: StepInputs, vocab: int) -> None:
         self._inputs = inputs

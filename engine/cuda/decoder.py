@@ -7,16 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.cuda.arena import DeviceArena
 from engine.models.config import ModelConfig
 from engine.models.decoder import DecoderWeights
 from engine.models.rope import rope_table
-
-
-class Buffers(Protocol):
-    """Where activations lie; `reserve` plans a tensor, `take` gives it."""
-
-    def reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None: ...
-    def take(self, name: str) -> Tensor: ...
 
 
 class Ops(Protocol):
@@ -109,7 +103,7 @@ class DecoderParts:
     weights: DecoderWeights
     kv: Tensor
     """`[pages, layers, 2, page_size, kv_heads, head_dim]`."""
-    buffers: Buffers
+    buffers: DeviceArena
     ops: Ops
     cos_sin: Tensor
     """float32 `[positions, head_dim]`; see `rope_rows`."""
@@ -126,19 +120,17 @@ class CudaDecoder:
     """The forward pass. It allocates nothing: activations lie in buffers planned by `reserve`."""
 
     @staticmethod
-    def reserve(buffers: Buffers, config: ModelConfig, max_tokens: int, dtype: torch.dtype) -> None:
+    def reserve(arena: DeviceArena, config: ModelConfig, max_tokens: int, dtype: torch.dtype) -> None:
         """Plan the activations of the largest step."""
-        widths = {
-            "residual": config.hidden_size,
-            "hidden": config.hidden_size,
-            "qkv": (config.heads + 2 * config.kv_heads) * config.head_dim,
-            "queries": config.heads * config.head_dim,
-            "attended": config.heads * config.head_dim,
-            "gate_up": 2 * config.intermediate_size,
-            "activated": config.intermediate_size,
-        }
-        for name, width in widths.items():
-            buffers.reserve(name, (max_tokens, width), dtype)
+        queries = config.heads * config.head_dim
+        arena.reserve("hidden", (max_tokens, config.hidden_size), dtype)
+        layers, attend, mlp = arena.during("attend", "mlp"), arena.during("attend"), arena.during("mlp")
+        layers.reserve("residual", (max_tokens, config.hidden_size), dtype)
+        attend.reserve("qkv", (max_tokens, queries + 2 * config.kv_heads * config.head_dim), dtype)
+        attend.reserve("queries", (max_tokens, queries), dtype)
+        attend.reserve("attended", (max_tokens, queries), dtype)
+        mlp.reserve("gate_up", (max_tokens, 2 * config.intermediate_size), dtype)
+        mlp.reserve("activated", (max_tokens, config.intermediate_size), dtype)
 
     def __init__(self, parts: DecoderParts) -> None:
         self.parts = parts

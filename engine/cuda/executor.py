@@ -49,9 +49,10 @@ class Attention(StepAttention, Protocol):
 def reserve_logits(arena: DeviceArena, capacity: PlanCapacity, vocab: int, hidden: int, dtype: torch.dtype) -> None:
     """Plan the logits of a slice of rows, and what is needed to choose tokens from them."""
     rows = min(capacity.max_rows, LOGITS_ROWS)
-    arena.reserve("sampled_hidden", (rows, hidden), dtype)
-    arena.reserve("logits", (rows, vocab), torch.float32)
     TokenChooser.reserve(arena, capacity, rows, vocab)
+    behind = arena.during("choose")
+    behind.reserve("sampled_hidden", (rows, hidden), dtype)
+    behind.reserve("logits", (rows, vocab), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ pool to measure what they take, and over the real one to be used.
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,9 @@ from engine.memory import MIB, MemoryPlan, MemoryReport
 from engine.messages import Sampling
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.decoder import DecoderWeights
+from engine.models.placed import reserve_weights, take_weights
 from engine.models.progress import Progress
-from engine.models.weights import dummy_weights, load_weights, weight_bytes
+from engine.models.weights import fill_dummy, fill_weights, weight_bytes
 from engine.plan import PlanCapacity
 from engine.step import Chunk, RowContext, RowStart, StepPlan
 from kv.budget import KvBudget, KvBudgetError, KvCapacity, servable_length
@@ -122,8 +123,8 @@ class CudaBuild:
     capacity: PlanCapacity
     geometry: KvGeometry
     weights: DecoderWeights
-    activations: DeviceArena
-    logits: DeviceArena
+    arena: DeviceArena
+    """Activations, logits and what the sampler knows of each row slot."""
     inputs: StepInputs
     plans: AttentionCapacity
     plan_arena: torch.Tensor
@@ -134,10 +135,10 @@ class CudaBuild:
 
     def executor(self, kv: torch.Tensor) -> CudaExecutor:
         """An executor over the cache `kv`."""
-        parts = DecoderParts(self.model, self.weights, kv, self.activations, FusedOps(), self.cos_sin)
+        parts = DecoderParts(self.model, self.weights, kv, self.arena, FusedOps(), self.cos_sin)
         attention = FlashInferAttention(self.plans, kv, self.inputs, self.plan_arena, self.modules)
         return CudaExecutor(
-            ExecutorParts(self.capacity, kv.shape[0], self.inputs, attention, CudaDecoder(parts), self.logits)
+            ExecutorParts(self.capacity, kv.shape[0], self.inputs, attention, CudaDecoder(parts), self.arena)
         )
 
     def capture(self, executor: CudaExecutor) -> int | None:
@@ -213,14 +214,16 @@ def create_cuda_lane(
     )
 
 
-Loader = Callable[[ModelConfig, torch.dtype, torch.device], dict[str, torch.Tensor]]
+Loader = Callable[[ModelConfig, Mapping[str, torch.Tensor]], None]
+"""Writes a model's weights to where they belong, by the names and in the order of `weight_shapes`."""
 
 
 def _loader(config: CoreConfig, model_dir: Path, progress: Progress | None) -> Loader:
-    def load(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    def load(model: ModelConfig, parts: Mapping[str, torch.Tensor]) -> None:
         if config.load_format == "dummy":
-            return dummy_weights(model, dtype, device)
-        return load_weights(model_dir, model, dtype, device, progress)
+            fill_dummy(parts)
+        else:
+            fill_weights(model_dir, model, parts, progress)
 
     return load
 
@@ -262,12 +265,14 @@ def prepare(
     modules = load_modules(ModuleNeeds(model.head_dim, model.group, geometry.page_size, name, sm90=sm90, xqa=xqa))
     plans = AttentionCapacity(capacity, card.multi_processor_count, sm90=sm90, xqa="xqa" in modules)
     check_planner(signatures(installed_version()), modules["fa2"], plans.shape)
-    weights = DecoderWeights.fuse(model, load(model, dtype, device))
-    activations, logits = DeviceArena(device), DeviceArena(device)
-    CudaDecoder.reserve(activations, model, capacity.max_step_tokens, dtype)
-    reserve_logits(logits, capacity, model.vocab_size, model.hidden_size, dtype)
-    activations.allocate()
-    logits.allocate()
+    memory, arena = DeviceArena(device), DeviceArena(device)
+    reserve_weights(memory, model, dtype)
+    CudaDecoder.reserve(arena, model, capacity.max_step_tokens, dtype)
+    reserve_logits(arena, capacity, model.vocab_size, model.hidden_size, dtype)
+    memory.allocate()
+    placed = take_weights(memory, model)
+    load(model, placed.parts)
+    arena.allocate()
     return CudaBuild(
         config,
         model,
@@ -275,9 +280,8 @@ def prepare(
         device,
         capacity,
         geometry,
-        weights,
-        activations,
-        logits,
+        placed.weights,
+        arena,
         inputs=StepInputs(capacity, device, write_step),
         plans=plans,
         plan_arena=torch.zeros(AttentionLayout(plans).nbytes, dtype=torch.uint8, device=device),
@@ -336,8 +340,7 @@ def _planned(build: CudaBuild, budget: KvBudget, graphs: int | None) -> MemoryPl
         weights=weight_bytes(build.model, build.dtype),
         rope_table=build.capacity.max_context * build.model.head_dim * 4,
         plan_arena=InputLayout(build.capacity).nbytes + AttentionLayout(build.plans).nbytes,
-        activations=build.activations.nbytes,
-        logits=build.logits.nbytes,
+        activations=build.arena.nbytes,
         kv_pool=budget.bytes,
         graphs=graphs,
     )
@@ -348,8 +351,7 @@ def _measure(build: CudaBuild, kv: torch.Tensor, graphs: int | None) -> MemoryPl
         weights=build.weights.nbytes,
         rope_table=build.cos_sin.nbytes,
         plan_arena=build.inputs.nbytes + build.plan_arena.nbytes,
-        activations=build.activations.nbytes,
-        logits=build.logits.nbytes,
+        activations=build.arena.nbytes,
         kv_pool=kv.nbytes,
         graphs=graphs,
     )

@@ -1,7 +1,7 @@
 """Reads the weights of a model directory from safetensors, checked against the configuration."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,37 +50,59 @@ def load_weights(
     device: torch.device,
     progress: Progress | None = None,
 ) -> dict[str, Tensor]:
-    """The weights of `weight_shapes(config)` in `dtype` on `device`.
+    """The weights of `weight_shapes(config)` in `dtype` on `device`, in memory of their own: see `fill_weights`."""
+    stored = _checked(directory, config)
+    targets = _targets(config, dtype, device)
+    _fill(stored, targets, progress)
+    return targets
+
+
+def fill_weights(
+    directory: Path, config: ModelConfig, targets: Mapping[str, Tensor], progress: Progress | None = None
+) -> None:
+    """Read the weights of `weight_shapes(config)` into `targets`, in the type and on the device that these have.
 
     Everything is checked before the first tensor is read. Each tensor is copied out of the memory-mapped file and
-    converted on its own, so that the peak is one copy of the weights and one tensor, and the file may change or go away
+    converted on its own, so that the peak is the weights and one tensor, and the file may change or go away
     afterwards. A tied head that is stored all the same is not read. Raises `ModelError` for missing, unexpected or
     misshapen tensors and for damaged files.
     """
-    stored = _checked(directory, config)
+    _fill(_checked(directory, config), targets, progress)
+
+
+def _fill(stored: dict[str, _Stored], targets: Mapping[str, Tensor], progress: Progress | None) -> None:
     total = sum(tensor.bytes for tensor in stored.values())
-    weights: dict[str, Tensor] = {}
     done = 0
     for name, tensor in _read(stored):
-        weights[name] = tensor.to(device=device, dtype=dtype, copy=True).contiguous()
+        targets[name].copy_(tensor)
         done += stored[name].bytes
         if progress is not None:
             progress(done, total)
-    return {name: weights[name] for name in weight_shapes(config)}
+
+
+def _targets(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in weight_shapes(config).items()}
 
 
 def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
-    """Random weights of the right shapes, for speed tests: same seed, same numbers. Norms are ones, biases zeros."""
-    generator = torch.Generator(device).manual_seed(seed)
-    weights = {}
-    for name, shape in weight_shapes(config).items():
-        if len(shape) == 1:
-            weights[name] = torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, dtype=dtype, device=device)
+    """Random weights of the right shapes, in memory of their own: see `fill_dummy`."""
+    targets = _targets(config, dtype, device)
+    fill_dummy(targets, seed)
+    return targets
+
+
+def fill_dummy(targets: Mapping[str, Tensor], seed: int = 0) -> None:
+    """Random weights, for speed tests: same seed, same numbers. Norms are ones, biases zeros.
+
+    `targets` has the names and the order of `weight_shapes`.
+    """
+    generator = torch.Generator(next(iter(targets.values())).device).manual_seed(seed)
+    for name, tensor in targets.items():
+        if tensor.ndim == 1:
+            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
         else:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
             # Keeps the variance of activations near one, so that no format overflows.
-            weights[name] = tensor.normal_(0.0, shape[1] ** -0.5, generator=generator)
-    return weights
+            tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
 
 
 def _checked(directory: Path, config: ModelConfig) -> dict[str, _Stored]:

@@ -10,7 +10,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -29,7 +29,7 @@ from engine.cuda.inputs import StepInputs
 from engine.cuda.lane import CudaBuild, prepare
 from engine.ladder import Ladder
 from engine.messages import Sampling
-from engine.models.config import load_model_config
+from engine.models.config import ModelConfig, load_model_config
 from engine.step import RowStart, StepPlan
 from tests.cuda_on_cpu import CudaDriver
 from tests.golden import Row
@@ -93,7 +93,12 @@ def make_pair(results: Results, shape: str, folder: Path) -> Pair:
     )
     model = load_model_config(directory)
     weights = shaped_weights(model)
-    build = prepare(config, model, torch.bfloat16, torch.device("cuda", 0), lambda *_: weights)
+
+    def load(_: ModelConfig, parts: Mapping[str, Tensor]) -> None:
+        for name, part in parts.items():
+            part.copy_(weights[name])
+
+    build = prepare(config, model, torch.bfloat16, torch.device("cuda", 0), load)
     weights.clear()
     torch.cuda.empty_cache()
     pair = Pair(build, make_executor(build), make_executor(build))

@@ -9,7 +9,7 @@ to the lane's type, and text in place of random tokens.
 
 import argparse
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.cuda.lane import DTYPES
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.gguf_import import cached_import
-from engine.models.weights import load_weights
+from engine.models.weights import fill_weights, load_weights
 from tests.gpu import lanes, oracle
 from tests.gpu.faults import FAULTS, no_q_norm, planted
 from tests.gpu.harness import Results
@@ -180,8 +180,9 @@ def drawn(results: Results, name: str, folder: Path, dtype: torch.dtype, quick: 
     model = load_model_config(directory)
     weights = shaped_weights(model)
 
-    def load(_: ModelConfig, dtype: torch.dtype, __: torch.device) -> dict[str, Tensor]:
-        return {key: value.to(dtype) for key, value in weights.items()}
+    def load(_: ModelConfig, parts: Mapping[str, Tensor]) -> None:
+        for key, part in parts.items():
+            part.copy_(weights[key])
 
     cases = oracle.cases(model.vocab_size, lengths(quick), seed=5)
     tails = oracle.cases(model.vocab_size, TAILS, seed=6)
@@ -200,7 +201,7 @@ def real(results: Results, model: Path, dtype: torch.dtype, quick: bool) -> Gate
     limit = min(config.context_limit, 8400)
     cases = oracle.text_cases(tokens, lengths(quick, min(8192, limit - oracle.STEPS)), seed=5)
     tails = oracle.text_cases(tokens, TAILS, seed=6)
-    subject = Subject(model.stem, directory, partial(load_weights, directory), dtype, limit)
+    subject = Subject(model.stem, directory, partial(fill_weights, directory), dtype, limit)
     # Rounded as a checkpoint in that type is: what is judged is the computation.
     weights = {name: value.float() for name, value in load_weights(directory, config, dtype, device).items()}
     return Gate(results, subject, weights, cases, sharing(cases[-1], tails))

@@ -7,11 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.cuda.arena import DeviceArena
 from engine.models.config import load_model_config
+from engine.models.decoder import DecoderWeights, LayerWeights
 from engine.models.families import FAMILIES
 from engine.models.files import ModelError
+from engine.models.placed import reserve_weights, take_weights
 from engine.models.shapes import EMBEDDING, HEAD, weight_shapes
-from engine.models.weights import dummy_weights, load_weights, weight_bytes
+from engine.models.weights import dummy_weights, fill_dummy, fill_weights, load_weights, weight_bytes
 from tests.models import tiny_model
 
 CPU = torch.device("cpu")
@@ -198,3 +201,48 @@ def test_dummy_weights_depend_on_the_seed_alone(model):
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first[EMBEDDING], other[EMBEDDING])
     assert all(tensor.isfinite().all() and tensor.dtype == torch.bfloat16 for tensor in first.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_are_read_into_place_are_those_that_are_joined_afterwards(tmp_path, family, tied):
+    """One allocation of their sum, and every field equal."""
+    directory = tiny_model(tmp_path, family, tied=tied)
+    config = load_model_config(directory)
+    joined = DecoderWeights.fuse(config, load_weights(directory, config, torch.bfloat16, CPU))
+    arena = DeviceArena(CPU)
+    reserve_weights(arena, config, torch.bfloat16)
+    arena.allocate()
+    placed = take_weights(arena, config)
+    assert list(placed.parts) == list(weight_shapes(config))
+    fill_weights(directory, config, placed.parts)
+    pairs = [(joined.embedding, placed.weights.embedding), (joined.norm, placed.weights.norm)]
+    pairs += [(joined.head, placed.weights.head)]
+    for one, two in zip(joined.layers, placed.weights.layers, strict=True):
+        pairs += [(getattr(one, field), getattr(two, field)) for field in LayerWeights.__slots__]
+    for one, two in pairs:
+        assert (one is None) is (two is None)
+        assert one is None or torch.equal(one, two)
+    assert (placed.weights.head is placed.weights.embedding) is tied
+    assert placed.weights.nbytes == weight_bytes(config, torch.bfloat16) == joined.nbytes
+    assert weight_bytes(config, torch.bfloat16) <= arena.nbytes < weight_bytes(config, torch.bfloat16) + 256 * 64
+
+
+def test_a_damaged_checkpoint_writes_nothing_into_place(model):
+    config = load_model_config(model)
+    rewrite(model, lambda tensors: tensors.pop(NORM))
+    targets = {name: torch.full(shape, 7.0) for name, shape in weight_shapes(config).items()}
+    with pytest.raises(ModelError, match="missing"):
+        fill_weights(model, config, targets)
+    assert all(bool((target == 7).all()) for target in targets.values())
+
+
+def test_dummy_weights_in_place_are_the_same_numbers(model):
+    config = load_model_config(model)
+    expected = dummy_weights(config, torch.bfloat16, CPU, seed=3)
+    arena = DeviceArena(CPU)
+    reserve_weights(arena, config, torch.bfloat16)
+    arena.allocate()
+    parts = take_weights(arena, config).parts
+    fill_dummy(parts, seed=3)
+    assert all(torch.equal(expected[name], parts[name]) for name in expected)
