@@ -56,9 +56,16 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             gt=0,
             le=1,
             description="Share of a GPU's memory that the lane may take, other processes' use counted in; "
-            "the KV pool gets what weights and buffers leave of it.",
+            "the KV pool gets what weights and buffers leave of it. With gpu_memory_limit, the share of that.",
         ),
     ] = 0.85
+    gpu_memory_limit: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Has the lane take the GPU for one with so much memory, such as 24GiB, all of it its own: "
+            "to try a smaller card, or to share this one with other processes. null is the card as it is."
+        ),
+    ] = None
     context_limit: Annotated[
         Annotated[int, Meta(ge=2, le=MAX_COUNT)] | None,
         Meta(description="Longest sequence in tokens, prompt and output together; null is the model's own limit."),

@@ -144,10 +144,12 @@ def check(config: WorkerConfig, environ: Mapping[str, str]) -> None:
         check_page_size(config.kv_page_size)
     except PageSizeError as error:
         raise ConfigError(str(error)) from None
-    try:
-        parse_size(config.kv_cache_memory)
-    except SizeError as error:
-        raise ConfigError(f"kv_cache_memory: {error}") from None
+    for name, size in (("kv_cache_memory", config.kv_cache_memory), ("gpu_memory_limit", config.gpu_memory_limit)):
+        try:
+            if size is not None:
+                parse_size(size)
+        except SizeError as error:
+            raise ConfigError(f"{name}: {error}") from None
     if config.max_step_tokens < config.max_bucket:
         raise ConfigError(
             f"max_step_tokens is {config.max_step_tokens} and max_bucket is {config.max_bucket}, but a step must hold "

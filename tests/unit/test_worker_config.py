@@ -192,3 +192,10 @@ def test_each_config_loads_and_names_every_key_with_a_comment(path):
         index = next((i for i, line in enumerate(lines) if line.removeprefix("# ").startswith(f"{key}:")), None)
         assert index is not None, f"{path.name} does not name {key}"
         assert lines[index - 1].startswith("#"), f"{path.name}: {key} has no comment above it"
+
+
+def test_the_gpu_memory_limit_is_a_size_or_null() -> None:
+    assert load("--model", "m").gpu_memory_limit is None
+    assert load("--model", "m", "--gpu-memory-limit", "24GiB").core().gpu_memory_limit == "24GiB"
+    with pytest.raises(ConfigError, match=r"gpu_memory_limit: 'much' is no size: write a number and KiB"):
+        load("--model", "m", "--gpu-memory-limit", "much")
