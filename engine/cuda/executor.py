@@ -47,7 +47,14 @@ class Attention(StepAttention, Protocol):
 
 
 def reserve_logits(arena: DeviceArena, capacity: PlanCapacity, vocab: int, hidden: int, dtype: torch.dtype) -> None:
-    """Plan the logits of a slice of rows, and what is needed to choose tokens from them."""
+    """Plan the logits of a slice of rows, what is needed to choose tokens from them, and where these are left."""
+    # Whole vectors of 16 bytes: Triton compiles a kernel once more for a pointer that lies otherwise.
+    all_rows = -(-capacity.max_rows // 4) * 4
+    # By step in flight: sampled tokens, and how many tokens of each row are not finite.
+    arena.reserve("results", (STAGES + 1, 2, all_rows), torch.int32)
+    # A graph writes to one place, and then into the place of the step's turn.
+    arena.reserve("bucket_results", (1, 2, all_rows), torch.int32)
+    arena.reserve("sums", (all_rows,), torch.float32)
     rows = min(capacity.max_rows, LOGITS_ROWS)
     TokenChooser.reserve(arena, capacity, rows, vocab)
     behind = arena.during("choose")
@@ -102,18 +109,14 @@ class CudaExecutor:
         self._chooser = TokenChooser(parts.logits, parts.inputs, self._vocab)
         device = self._logits.device
         self._on_gpu = device.type == "cuda"
-        # Whole vectors of 16 bytes: Triton compiles a kernel once more for a pointer that lies otherwise.
-        rows = -(-parts.capacity.max_rows // 4) * 4
-        # By step in flight: sampled tokens, and how many tokens of each row are not finite.
-        self._results = torch.zeros((STAGES + 1, 2, rows), dtype=torch.int32, device=device)
-        self._host_results = torch.zeros((STAGES + 1, 2, rows), dtype=torch.int32, pin_memory=self._on_gpu)
+        self._results = parts.logits.take("results")
+        self._host_results = torch.zeros(self._results.shape, dtype=torch.int32, pin_memory=self._on_gpu)
         self._copies = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._turn = 0
         self.graphs: DecodeGraphs | None = None
         """Captured decode steps; None launches all steps kernel by kernel."""
-        # A graph writes to one place, and then into the place of the step's turn.
-        self._bucket_results = torch.zeros((1, 2, rows), dtype=torch.int32, device=device)
-        self._sums = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._bucket_results = parts.logits.take("bucket_results")
+        self._sums = parts.logits.take("sums")
 
     @torch.inference_mode()
     def capture(self, graphs: DecodeGraphs) -> None:
