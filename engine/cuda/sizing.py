@@ -10,7 +10,6 @@ import torch
 
 from engine.config import CoreConfig
 from engine.cuda.arena import DeviceArena
-from engine.cuda.card import CardFacts
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.executor import reserve_logits
 from engine.cuda.inputs import InputLayout
@@ -19,6 +18,30 @@ from engine.models.config import ModelConfig
 from engine.models.placed import reserve_weights
 from engine.plan import PlanCapacity
 from kv.geometry import KvGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU as far as sizes depend on it."""
+
+    name: str
+    """As the driver gives it."""
+    sm_count: int
+    capability: tuple[int, int]
+    """Compute capability, such as (9, 0)."""
+    memory: int
+    """Bytes in all, as the driver reports them to a process: less than what the card is sold with."""
+
+    @property
+    def sm90(self) -> bool:
+        """The card runs FA3."""
+        return self.capability[0] == 9
+
+    @classmethod
+    def present(cls, device: torch.device) -> "Card":
+        """The GPU `device`."""
+        found = torch.cuda.get_device_properties(device)
+        return cls(found.name, found.multi_processor_count, (found.major, found.minor), found.total_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +94,7 @@ def design_lane(
     config: CoreConfig,
     model: ModelConfig,
     dtype: torch.dtype,
-    card: CardFacts,
+    card: Card,
     *,
     device: torch.device | None = None,
     xqa: bool = False,
@@ -97,7 +120,7 @@ def design_lane(
     reserve_weights(weights, model, dtype)
     CudaDecoder.reserve(arena, model, capacity.max_step_tokens, dtype)
     reserve_logits(arena, capacity, model.vocab_size, model.hidden_size, dtype)
-    plans = AttentionCapacity(capacity, card.sm_count, sm90=card.major == 9, xqa=xqa)
+    plans = AttentionCapacity(capacity, card.sm_count, sm90=card.sm90, xqa=xqa)
     return LaneDesign(model, dtype, capacity, geometry, plans, weights, arena)
 
 
@@ -111,6 +134,6 @@ def context_limit(config: CoreConfig, model: ModelConfig) -> int:
     return config.context_limit or model.context_limit
 
 
-def lane_sizes(config: CoreConfig, model: ModelConfig, dtype: torch.dtype, card: CardFacts) -> LaneSizes:
+def lane_sizes(config: CoreConfig, model: ModelConfig, dtype: torch.dtype, card: Card) -> LaneSizes:
     """Bytes of everything that settings, model and card determine. Raises as `design_lane` does."""
     return design_lane(config, model, dtype, card).sizes
