@@ -104,7 +104,7 @@ def design_lane(
     `xqa`: decode rows may run on XQA. Raises `PlanError` for a number that a kernel's int32 does not hold, or another
     `ValueError` for settings that contradict the model.
     """
-    name = "bfloat16" if dtype == torch.bfloat16 else "float16"
+    name = str(dtype).removeprefix("torch.")
     geometry = KvGeometry(config.kv_page_size, model.layers, model.kv_heads, model.head_dim, name)
     capacity = PlanCapacity(
         config.max_bucket,
