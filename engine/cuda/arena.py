@@ -27,7 +27,7 @@ class _Wish(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def meets(self, other: "_Wish") -> bool:
-        return not self.phases or not other.phases or not self.phases.isdisjoint(other.phases)
+        return not self.phases.isdisjoint(other.phases)
 
 
 class DeviceArena:
@@ -66,15 +66,24 @@ class DeviceArena:
 
     def _placed(self) -> dict[str, int]:
         """Offsets: what is kept comes first, and everything else in the lowest gap among what is used with it."""
-        if not self._offsets:
-            taken: list[tuple[int, int, _Wish]] = []
-            for name, wish in sorted(self._wishes.items(), key=lambda item: bool(item[1].phases)):
-                offset, size = 0, aligned(wish.nbytes)
-                for begin, end, other in sorted(taken, key=lambda place: place[0]):
-                    if wish.meets(other) and begin < offset + size:
-                        offset = max(offset, end)
-                taken.append((offset, offset + size, wish))
-                self._offsets[name] = offset
+        if self._offsets:
+            return self._offsets
+        end = 0
+        shared: dict[str, _Wish] = {}
+        for name, wish in self._wishes.items():
+            if wish.phases:
+                shared[name] = wish
+            else:
+                self._offsets[name] = end
+                end += aligned(wish.nbytes)
+        taken: list[tuple[int, int, _Wish]] = []
+        for name, wish in shared.items():
+            offset, size = end, aligned(wish.nbytes)
+            for begin, behind, other in sorted(taken, key=lambda place: place[0]):
+                if wish.meets(other) and begin < offset + size:
+                    offset = max(offset, behind)
+            taken.append((offset, offset + size, wish))
+            self._offsets[name] = offset
         return self._offsets
 
     def allocate(self) -> None:

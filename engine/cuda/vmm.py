@@ -69,6 +69,10 @@ class VirtualMemory(Protocol):
         """Give reserved addresses back."""
         ...
 
+    def bytes(self, space: "DeviceRange") -> Tensor:
+        """The range as uint8 `[space.nbytes]`, which keeps it alive. Its first granule must have memory."""
+        ...
+
 
 class CudaVirtualMemory:
     """`VirtualMemory` of a GPU whose context torch has made."""
@@ -79,6 +83,7 @@ class CudaVirtualMemory:
             self._driver = ctypes.CDLL(library)
         except OSError as error:
             raise VmmError(f"the driver library {library} cannot be loaded: {error}") from None
+        self._device = device
         index = torch.cuda.current_device() if device.index is None else device.index
         self._location = _Location(_DEVICE, index)
         self._properties = _Properties(_PINNED, 0, self._location, None, _Flags())
@@ -119,6 +124,10 @@ class CudaVirtualMemory:
     def free(self, address: int, nbytes: int) -> None:
         """See `VirtualMemory`."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), _size(nbytes))
+
+    def bytes(self, space: "DeviceRange") -> Tensor:
+        """See `VirtualMemory`. Torch asks the driver whose address it is."""
+        return torch.as_tensor(space, device=self._device)
 
     def _properties_pointer(self) -> Any:
         return ctypes.byref(self._properties)
@@ -176,10 +185,10 @@ class DeviceRange:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 2}
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor that begins with the range and keeps it alive. Only its mapped part may be touched.
 
-        The first granule must have memory: torch asks the driver whose address it is.
+        The first granule must have memory.
         """
         count = dtype.itemsize
         for size in shape:
@@ -188,4 +197,4 @@ class DeviceRange:
             raise ValueError(
                 f"a tensor of {count} bytes does not fit {self.nbytes} bytes, {self.mapped} of them mapped"
             )
-        return torch.as_tensor(self, device=device)[:count].view(dtype).view(shape)
+        return self._memory.bytes(self)[:count].view(dtype).view(shape)

@@ -21,7 +21,7 @@ def check_graph(results: Results, memory: CudaVirtualMemory, device: torch.devic
     pages = total // PAGE
     space = DeviceRange(memory, pages * PAGE)
     space.map(PAGE)
-    kv = space.tensor((pages, PAGE // 2), torch.bfloat16, device)
+    kv = space.tensor((pages, PAGE // 2), torch.bfloat16)
     kv[0].zero_()
     wanted = torch.zeros(1, dtype=torch.int64, device=device)
     out = torch.zeros(1, PAGE // 2, dtype=torch.bfloat16, device=device)

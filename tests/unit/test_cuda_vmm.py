@@ -72,10 +72,10 @@ def test_a_refused_mapping_changes_nothing() -> None:
 def test_a_tensor_beyond_the_range_or_without_memory_is_refused() -> None:
     one = DeviceRange(FakeDriver(3), GRANULE)
     with pytest.raises(ValueError, match="0 of them mapped"):
-        one.tensor((1,), torch.int32, torch.device("cpu"))
+        one.tensor((1,), torch.int32)
     one.map(1)
     with pytest.raises(ValueError, match="does not fit"):
-        one.tensor((GRANULE, 2), torch.uint8, torch.device("cpu"))
+        one.tensor((GRANULE, 2), torch.uint8)
 
 
 def test_a_machine_without_the_driver_library_is_told_which_one_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

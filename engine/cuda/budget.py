@@ -1,0 +1,173 @@
+"""How much of a card the KV pool of a lane gets, and what to change where that is too little."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.config import CoreConfig
+from engine.memory import MIB
+from engine.plan import INT32_MAX
+from kv.budget import KvBudget, KvBudgetError, parse_size
+from kv.geometry import PAGE_SIZES, KvGeometry
+
+_HIGHEST_UTILIZATION = 0.97
+"""Most that advice asks for: what a driver keeps for itself varies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a lane may take of a card, in bytes."""
+
+    total: int
+    """Of the card, or of the smaller one that the lane takes it for."""
+    utilization: float
+    others: int
+    """What other processes have of `total`; 0 with a `gpu_memory_limit`, which is the lane's own."""
+    limited: bool
+    """`total` is a `gpu_memory_limit`."""
+
+    @classmethod
+    def of(cls, config: CoreConfig, total: int, others: int) -> "Allowance":
+        """Of a card of `total` bytes of which other processes have `others`. Raises `KvBudgetError`."""
+        if config.gpu_memory_limit is None:
+            return cls(total, config.gpu_memory_utilization, others, limited=False)
+        limit = parse_size(config.gpu_memory_limit)
+        if limit > total - others:
+            raise KvBudgetError(
+                f"gpu_memory_limit is {config.gpu_memory_limit} ({limit / MIB:.0f} MiB), but the card has "
+                f"{total / MIB:.0f} MiB, {others / MIB:.0f} of them in other processes: lower it, or leave it out"
+            )
+        return cls(limit, config.gpu_memory_utilization, 0, limited=True)
+
+    @property
+    def own(self) -> int:
+        """Bytes that the lane may take."""
+        return max(0, int(self.utilization * self.total) - self.others)
+
+    def utilization_for(self, own: int) -> float | None:
+        """The lowest utilization in hundredths that allows `own` bytes; None if that is too near the whole card."""
+        needed = -(-100 * (own + self.others) // self.total) / 100
+        return needed if needed <= _HIGHEST_UTILIZATION else None
+
+    def __str__(self) -> str:
+        others = f" less {self.others / MIB:.0f} of other processes" if self.others else ""
+        name = "gpu_memory_limit" if self.limited else "the card"
+        return (
+            f"{self.own / MIB:.0f} MiB (gpu_memory_utilization {self.utilization:g} of {name}'s "
+            f"{self.total / MIB:.0f} MiB{others})"
+        )
+
+
+def floor_tokens(config: CoreConfig) -> int:
+    """Tokens that a pool must hold: those of a full step, and one more of every row."""
+    return config.max_step_tokens + config.max_bucket
+
+
+def floor_bytes(config: CoreConfig, geometry: KvGeometry) -> int:
+    """Bytes of the smallest pool that is taken: the floor in whole pages and a padding page, both of the largest size
+    that there is, so that a card which suffices for one page size suffices for every other.
+    """
+    largest = max(PAGE_SIZES)
+    return (-(-floor_tokens(config) // largest) + 1) * largest * geometry.token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRoom:
+    """What the card has when everything but the KV pool is there; bytes."""
+
+    allowance: Allowance
+    taken: int
+    """By this process, without the KV pool."""
+    free: int
+    """Of the card, the KV pool's own memory counted as free."""
+    granule: int = 1
+    """The pool takes whole granules."""
+
+    @property
+    def nbytes(self) -> int:
+        """What the KV pool gets."""
+        room = min(self.allowance.own - self.taken, self.free)
+        return max(0, room // self.granule * self.granule)
+
+
+Advice = Callable[[int], str]
+"""What to change if so many bytes are missing."""
+
+
+def pool_budget(config: CoreConfig, geometry: KvGeometry, room: PoolRoom, advice: Advice) -> KvBudget:
+    """The KV pool that `room` holds. Raises `KvBudgetError` if it is below the floor."""
+    needed = floor_bytes(config, geometry)
+    if room.nbytes < needed:
+        raise KvBudgetError(
+            f"the KV pool would get {room.nbytes / MIB:.0f} MiB, but needs {needed / MIB:.0f} for max_step_tokens + "
+            f"max_bucket, {floor_tokens(config)} tokens: the lane may take {room.allowance}, and weights, buffers, "
+            f"graphs and the driver have {room.taken / MIB:.0f} MiB; {advice(needed - room.nbytes)}"
+        )
+    return KvBudget(geometry, min(room.nbytes, most_pages(geometry, room.nbytes) * geometry.page_bytes))
+
+
+def most_pages(geometry: KvGeometry, nbytes: int) -> int:
+    """Pages that `nbytes` hold, as far as the slots of all of them can be counted in 32 bits."""
+    return min(nbytes // geometry.page_bytes, INT32_MAX // geometry.page_size)
+
+
+_GRID = {"max_step_tokens": 64, "max_bucket": 8, "context_limit": 256}
+"""Settings that may be lowered, the one first that costs least, and what advice rounds their values down to."""
+
+
+def nearest_settings(
+    config: CoreConfig, context_limit: int, missing: int, taken_by: Callable[[CoreConfig], int], allowance: Allowance
+) -> str:
+    """What to change so that `missing` bytes fewer are needed: each setting that is enough by itself, as near to what
+    it is as that may be; or all of them halved until it is enough.
+
+    `taken_by` says how many bytes a lane of other settings takes, its smallest pool included and what settings do not
+    determine left out; `context_limit` is the lane's, in tokens.
+    """
+    given = msgspec.structs.replace(config, context_limit=context_limit)
+    target = taken_by(given) - missing
+    ways = []
+    raised = allowance.utilization_for(allowance.own + missing)
+    if raised is not None:
+        ways.append(f"gpu_memory_utilization {raised:g}")
+    alone = (_lowered(given, name, lambda changed: taken_by(changed) <= target) for name in _GRID)
+    ways += [way for way in alone if way is not None]
+    if not ways:
+        ways = [_words(halved) for halved in _halved(given) if taken_by(halved) <= target][:1]
+    if not ways:
+        where = "gpu_memory_limit" if allowance.limited else "the card"
+        return f"no setting makes it fit: take a smaller model, or {where} {missing / MIB:.0f} MiB larger"
+    return f"what works: {', or '.join(ways)}"
+
+
+def _lowered(config: CoreConfig, name: str, fits: Callable[[CoreConfig], bool]) -> str | None:
+    """The largest value below that of setting `name` with which it fits; None if there is none."""
+    step = _GRID[name]
+
+    def fits_at(count: int) -> bool:
+        return fits(msgspec.structs.replace(config, **{name: count * step}))
+
+    low, high = -(-_lowest(config, name) // step), (getattr(config, name) - 1) // step
+    if low > high or not fits_at(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits_at(middle) else (low, middle - 1)
+    return f"{name} {low * step}"
+
+
+def _lowest(config: CoreConfig, name: str) -> int:
+    return max(config.max_bucket, config.max_chunk_tokens or 0) if name == "max_step_tokens" else _GRID[name]
+
+
+def _halved(config: CoreConfig) -> Iterator[CoreConfig]:
+    """All settings halved together, again and again."""
+    while min(getattr(config, name) for name in _GRID) > 1:
+        lower = {name: getattr(config, name) // 2 for name in _GRID}
+        config = msgspec.structs.replace(config, **lower, max_chunk_tokens=None)
+        yield config
+
+
+def _words(config: CoreConfig) -> str:
+    return " with ".join(f"{name} {getattr(config, name)}" for name in _GRID)
