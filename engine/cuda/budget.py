@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
 from engine.config import CoreConfig
+from engine.cuda.sizing import Card, LaneDesign, lane_sizes
 from engine.memory import MIB
 from engine.plan import INT32_MAX
 from kv.budget import KvBudget, KvBudgetError, parse_size
@@ -72,39 +74,48 @@ def floor_bytes(config: CoreConfig, geometry: KvGeometry) -> int:
     return (-(-floor_tokens(config) // largest) + 1) * largest * geometry.token_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PoolRoom:
-    """What the card has when everything but the KV pool is there; bytes."""
+@dataclass(frozen=True)
+class PoolSizer:
+    """Sizes the KV pool of one lane on one card."""
 
-    allowance: Allowance
-    taken: int
-    """By this process, without the KV pool."""
-    free: int
-    """Of the card, the KV pool's own memory counted as free."""
-    granule: int = 1
-    """The pool takes whole granules."""
+    config: CoreConfig
+    design: LaneDesign
+    card: Card
+    others: int
+    """What other processes have of the card, in bytes."""
 
-    @property
-    def nbytes(self) -> int:
-        """What the KV pool gets."""
-        room = min(self.allowance.own - self.taken, self.free)
-        return max(0, room // self.granule * self.granule)
+    @cached_property
+    def allowance(self) -> Allowance:
+        """What the lane may take. Raises `KvBudgetError`."""
+        return Allowance.of(self.config, self.card.memory, self.others)
 
+    def budget(self, taken: int, free: int, granule: int = 1) -> KvBudget:
+        """The pool beside `taken` bytes of this process, of `free` bytes of the card, in multiples of `granule`.
 
-Advice = Callable[[int], str]
-"""What to change if so many bytes are missing."""
+        The pool's own memory counts as free. Raises `KvBudgetError` if that is below the floor.
+        """
+        geometry, needed = self.design.geometry, floor_bytes(self.config, self.design.geometry)
+        room = max(0, min(self.allowance.own - taken, free) // granule * granule)
+        if room < needed:
+            raise KvBudgetError(
+                f"the KV pool would get {room / MIB:.0f} MiB, but needs {needed / MIB:.0f} for max_step_tokens + "
+                f"max_bucket, {floor_tokens(self.config)} tokens: the lane may take {self.allowance}, and weights, "
+                f"buffers, graphs and the driver have {taken / MIB:.0f} MiB; {self.advice(taken + needed)}"
+            )
+        return KvBudget(geometry, min(room, most_pages(geometry, room) * geometry.page_bytes))
 
+    def advice(self, needed: int) -> str:
+        """What to change if the lane needs `needed` bytes in all, its smallest pool included.
 
-def pool_budget(config: CoreConfig, geometry: KvGeometry, room: PoolRoom, advice: Advice) -> KvBudget:
-    """The KV pool that `room` holds. Raises `KvBudgetError` if it is below the floor."""
-    needed = floor_bytes(config, geometry)
-    if room.nbytes < needed:
-        raise KvBudgetError(
-            f"the KV pool would get {room.nbytes / MIB:.0f} MiB, but needs {needed / MIB:.0f} for max_step_tokens + "
-            f"max_bucket, {floor_tokens(config)} tokens: the lane may take {room.allowance}, and weights, buffers, "
-            f"graphs and the driver have {room.taken / MIB:.0f} MiB; {advice(needed - room.nbytes)}"
-        )
-    return KvBudget(geometry, min(room.nbytes, most_pages(geometry, room.nbytes) * geometry.page_bytes))
+        What settings do not determine, graphs above all, is taken to stay as it is.
+        """
+
+        def taken_by(changed: CoreConfig) -> int:
+            sizes = lane_sizes(changed, self.design.model, self.design.dtype, self.card)
+            return sizes.total + floor_bytes(changed, self.design.geometry)
+
+        missing = needed - self.allowance.own
+        return nearest_settings(self.config, self.design.capacity.context_limit, missing, taken_by, self.allowance)
 
 
 def most_pages(geometry: KvGeometry, nbytes: int) -> int:
@@ -116,32 +127,52 @@ _GRID = {"max_step_tokens": 64, "max_bucket": 8, "context_limit": 256}
 """Settings that may be lowered, the one first that costs least, and what advice rounds their values down to."""
 
 
+Change = dict[str, int | float]
+"""Settings by name, and the values to give them."""
+
+
 def nearest_settings(
     config: CoreConfig, context_limit: int, missing: int, taken_by: Callable[[CoreConfig], int], allowance: Allowance
 ) -> str:
+    """What to change so that `missing` bytes fewer are needed, in words: see `nearest_changes`."""
+    ways = nearest_changes(config, context_limit, missing, taken_by, allowance)
+    if not ways:
+        where = "gpu_memory_limit" if allowance.limited else "the card"
+        return f"no setting makes it fit: take a smaller model, or {where} {missing / MIB:.0f} MiB larger"
+    return f"what works: {', or '.join(in_words(way) for way in ways)}"
+
+
+def nearest_changes(
+    config: CoreConfig, context_limit: int, missing: int, taken_by: Callable[[CoreConfig], int], allowance: Allowance
+) -> list[Change]:
     """What to change so that `missing` bytes fewer are needed: each setting that is enough by itself, as near to what
-    it is as that may be; or all of them halved until it is enough.
+    it is as that may be; or all of them halved until it is enough. Empty if nothing is.
 
     `taken_by` says how many bytes a lane of other settings takes, its smallest pool included and what settings do not
     determine left out; `context_limit` is the lane's, in tokens.
     """
     given = msgspec.structs.replace(config, context_limit=context_limit)
     target = taken_by(given) - missing
-    ways = []
+    ways: list[Change] = []
     raised = allowance.utilization_for(allowance.own + missing)
     if raised is not None:
-        ways.append(f"gpu_memory_utilization {raised:g}")
+        ways.append({"gpu_memory_utilization": raised})
     alone = (_lowered(given, name, lambda changed: taken_by(changed) <= target) for name in _GRID)
     ways += [way for way in alone if way is not None]
     if not ways:
-        ways = [_words(halved) for halved in _halved(given) if taken_by(halved) <= target][:1]
-    if not ways:
-        where = "gpu_memory_limit" if allowance.limited else "the card"
-        return f"no setting makes it fit: take a smaller model, or {where} {missing / MIB:.0f} MiB larger"
-    return f"what works: {', or '.join(ways)}"
+        smaller = next((halved for halved in _halved(given) if taken_by(halved) <= target), None)
+        ways = [] if smaller is None else [{name: getattr(smaller, name) for name in _GRID}]
+    return ways
 
 
-def _lowered(config: CoreConfig, name: str, fits: Callable[[CoreConfig], bool]) -> str | None:
+def in_words(change: Change) -> str:
+    """A change for a message."""
+    return " with ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in change.items()
+    )
+
+
+def _lowered(config: CoreConfig, name: str, fits: Callable[[CoreConfig], bool]) -> Change | None:
     """The largest value below that of setting `name` with which it fits; None if there is none."""
     step = _GRID[name]
 
@@ -154,7 +185,7 @@ def _lowered(config: CoreConfig, name: str, fits: Callable[[CoreConfig], bool]) 
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits_at(middle) else (low, middle - 1)
-    return f"{name} {low * step}"
+    return {name: low * step}
 
 
 def _lowest(config: CoreConfig, name: str) -> int:
@@ -167,7 +198,3 @@ def _halved(config: CoreConfig) -> Iterator[CoreConfig]:
         lower = {name: getattr(config, name) // 2 for name in _GRID}
         config = msgspec.structs.replace(config, **lower, max_chunk_tokens=None)
         yield config
-
-
-def _words(config: CoreConfig) -> str:
-    return " with ".join(f"{name} {getattr(config, name)}" for name in _GRID)
