@@ -1,4 +1,4 @@
-"""The console script `pagelane`: a worker, a whole stack on this machine, the import of a model, modules ahead."""
+"""The console script `pagelane`: a worker, a stack on this machine, what a worker takes, a model's import, modules."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -8,6 +8,7 @@ USAGE = """usage: pagelane COMMAND ...
 
   pagelane up --config FILE [...]        a Dynamo frontend and workers on this machine
   pagelane worker --model DIR [...]      one worker, to run behind a frontend of your own
+  pagelane plan --config FILE [...]      what a worker takes of a GPU, and whether it starts, without a GPU
   pagelane import MODEL.gguf DIR         make a model directory of a GGUF file
   pagelane prebuild --config FILE [...]  compile a worker's GPU modules ahead, without a GPU
 
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "up": _up,
         "worker": _worker,
+        "plan": _plan,
         "import": _import,
         "prebuild": _prebuild,
     }
@@ -46,6 +48,12 @@ def _worker(argv: list[str]) -> int:
     from worker.serve import main as serve
 
     return serve(argv)
+
+
+def _plan(argv: list[str]) -> int:
+    from worker.plan import main as plan
+
+    return plan(argv)
 
 
 def _prebuild(argv: list[str]) -> int:

@@ -38,7 +38,7 @@ class CpuLane:
 
 
 @dataclass(frozen=True, slots=True)
-class _Design:
+class LaneDesign:
     """A lane before it takes memory."""
 
     model: ModelConfig
@@ -51,6 +51,7 @@ class _Design:
 
     @property
     def memory(self) -> MemoryPlan:
+        """Bytes by part."""
         return MemoryPlan(
             weights=weight_bytes(self.model, self.dtype),
             rope_table=2 * self.capacity.max_context * self.model.head_dim * self.dtype.itemsize,
@@ -73,7 +74,7 @@ def create_cpu_lane(
     operator. Sets the process's torch thread count.
     """
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    design = _design(config, load_model_config(model_dir))
+    design = design_lane(config, load_model_config(model_dir))
     available = host_memory()
     if available is not None:
         design.memory.check_host(available)
@@ -93,7 +94,8 @@ def create_cpu_lane(
     )
 
 
-def _context_limit(config: CoreConfig, model: ModelConfig) -> int:
+def context_limit(config: CoreConfig, model: ModelConfig) -> int:
+    """Longest sequence in tokens that settings and model allow. Raises `ValueError` if the settings want more."""
     if config.context_limit is not None and config.context_limit > model.context_limit:
         raise ValueError(
             f"context_limit is {config.context_limit} tokens, but the model was made for {model.context_limit}: "
@@ -102,7 +104,8 @@ def _context_limit(config: CoreConfig, model: ModelConfig) -> int:
     return config.context_limit or model.context_limit
 
 
-def _design(config: CoreConfig, model: ModelConfig) -> _Design:
+def design_lane(config: CoreConfig, model: ModelConfig) -> LaneDesign:
+    """The lane that `config` asks for. Raises `KvBudgetError`, `PlanError` or another `ValueError`."""
     name = "float32" if config.dtype == "auto" else config.dtype
     dtype = TORCH_DTYPES[name]
     geometry = KvGeometry(config.kv_page_size, model.layers, model.kv_heads, model.head_dim, name)
@@ -111,7 +114,7 @@ def _design(config: CoreConfig, model: ModelConfig) -> _Design:
     capacity = PlanCapacity(
         max_bucket=config.max_bucket,
         max_step_tokens=config.max_step_tokens,
-        context_limit=servable_length(_context_limit(config, model), budget.capacity),
+        context_limit=servable_length(context_limit(config, model), budget.capacity),
         page_size=geometry.page_size,
         heads=model.heads,
         kv_heads=model.kv_heads,
@@ -124,7 +127,7 @@ def _design(config: CoreConfig, model: ModelConfig) -> _Design:
     inputs, outputs = _widest(model)
     reserve_scratch(activations, capacity.max_step_tokens, inputs, outputs, dtype)
     reserve_logits(logits, capacity, model.vocab_size, model.hidden_size, dtype)
-    return _Design(model, dtype, budget, capacity, PlanLayout(capacity), activations, logits)
+    return LaneDesign(model, dtype, budget, capacity, PlanLayout(capacity), activations, logits)
 
 
 def _widest(model: ModelConfig) -> tuple[int, int]:
@@ -135,7 +138,7 @@ def _widest(model: ModelConfig) -> tuple[int, int]:
     return inputs, max(model.vocab_size, qkv, 2 * model.intermediate_size, model.hidden_size)
 
 
-def _load(config: CoreConfig, model_dir: Path, design: _Design, progress: Progress | None) -> DecoderWeights:
+def _load(config: CoreConfig, model_dir: Path, design: LaneDesign, progress: Progress | None) -> DecoderWeights:
     device = torch.device("cpu")
     if config.load_format == "dummy":
         weights = dummy_weights(design.model, design.dtype, device)
@@ -144,7 +147,7 @@ def _load(config: CoreConfig, model_dir: Path, design: _Design, progress: Progre
     return DecoderWeights.fuse(design.model, weights)
 
 
-def _allocate(design: _Design, weights: DecoderWeights) -> ExecutorParts:
+def _allocate(design: LaneDesign, weights: DecoderWeights) -> ExecutorParts:
     design.activations.allocate()
     design.logits.allocate()
     gemm = Gemm(design.activations)

@@ -100,9 +100,14 @@ class PoolSizer:
             raise KvBudgetError(
                 f"the KV pool would get {room / MIB:.0f} MiB, but needs {needed / MIB:.0f} for max_step_tokens + "
                 f"max_bucket, {floor_tokens(self.config)} tokens: the lane may take {self.allowance}, and weights, "
-                f"buffers, graphs and the driver have {taken / MIB:.0f} MiB; {self.advice(taken + needed)}"
+                f"buffers, graphs and the driver have {taken / MIB:.0f} MiB; {self._way_out(taken, free, needed)}"
             )
         return KvBudget(geometry, min(room, most_pages(geometry, room) * geometry.page_bytes))
+
+    def _way_out(self, taken: int, free: int, needed: int) -> str:
+        if taken + free < self.allowance.own:
+            return f"only {free / MIB:.0f} MiB of the card are free: wait for the other processes, or use another card"
+        return self.advice(taken + needed)
 
     def advice(self, needed: int) -> str:
         """What to change if the lane needs `needed` bytes in all, its smallest pool included.
@@ -127,7 +132,7 @@ _GRID = {"max_step_tokens": 64, "max_bucket": 8, "context_limit": 256}
 """Settings that may be lowered, the one first that costs least, and what advice rounds their values down to."""
 
 
-Change = dict[str, int | float]
+Change = dict[str, int | float | str]
 """Settings by name, and the values to give them."""
 
 

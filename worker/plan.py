@@ -1,0 +1,127 @@
+"""`pagelane plan`: what a worker's configuration takes of a GPU or a host, before one is there."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kv.budget import SizeError, parse_size
+from worker.config import ConfigError, WorkerConfig
+from worker.flags import HelpRequested, load_config
+
+if TYPE_CHECKING:
+    from engine.planning import LanePlan
+
+USAGE = """usage: pagelane plan --config FILE [--card NAME] [--device-memory SIZE] [--json] [--KEY VALUE ...]
+
+Say what a worker of this configuration takes of its GPU (or host), whether it starts, how many tokens its KV cache
+holds, and what to change if that is not enough. Needs no GPU and no weights, only the model's config.json.
+
+  --config FILE, --model DIR, --kv-page-size N, ...
+      the worker's settings; pagelane worker --help lists them
+  --card NAME
+      the GPU to plan for, such as H200 or L4; by default the one that is here
+  --device-memory SIZE
+      how much memory it has, such as 12GiB, as the driver reports it; without --card and a GPU, of an H200 taken for a
+      smaller card, which is what gpu_memory_limit does. Of a CPU worker, the host's memory
+  --json
+      the plan as JSON: starts, kv_tokens, parts (bytes), advice and more
+
+Exit code: 0 if the worker starts, 1 if it does not, 2 for a command line that cannot be used."""
+
+_MIB = 1 << 20
+_VALUES = ("--card", "--device-memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line says."""
+
+    worker: WorkerConfig
+    card: str | None
+    memory: int | None
+    """Bytes."""
+    as_json: bool
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 for a worker that starts, 1 for one that does not, 2 for a bad command line."""
+    try:
+        asked = parse(list(argv))
+    except HelpRequested:
+        sys.stdout.write(f"{USAGE}\n")
+        return 0
+    except ConfigError as error:
+        return _fail(error)
+    from engine.planning import Target, model_config_of, plan_lane
+
+    core = asked.worker.core()
+    try:
+        plan = plan_lane(core, model_config_of(core), Target(asked.card, asked.memory))
+    except (ValueError, OSError) as error:
+        return _fail(error)
+    text = msgspec.json.format(msgspec.json.encode(plan)).decode() if asked.as_json else shown(core.model, plan)
+    sys.stdout.write(f"{text}\n")
+    return 0 if plan.starts else 1
+
+
+def parse(argv: list[str]) -> Asked:
+    """Read the command line. Raises `ConfigError` and `HelpRequested`."""
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, text = word.partition("=")
+        if flag == "--json" and not equals:
+            own[flag] = ""
+        elif flag in _VALUES:
+            own[flag] = text if equals else next(words, "")
+            if not own[flag]:
+                raise ConfigError(f"{flag} needs a value")
+        else:
+            rest.append(word)
+    config = load_config(rest, os.environ)
+    memory = None
+    if "--device-memory" in own:
+        try:
+            memory = parse_size(own["--device-memory"])
+        except SizeError as error:
+            raise ConfigError(f"--device-memory: {error}") from None
+    return Asked(config, own.get("--card"), memory, "--json" in own)
+
+
+def shown(model: str, plan: "LanePlan") -> str:
+    """The plan as text."""
+    return "\n".join(_lines(model, plan))
+
+
+def _lines(model: str, plan: "LanePlan") -> Iterator[str]:
+    place = plan.card or "a CPU"
+    about = "" if plan.device_memory_known else ", about: this card was not seen, give --device-memory"
+    yield f"{model} on {place} of {plan.device_memory / _MIB:.0f} MiB{about}"
+    yield f"the worker may take {plan.allowed / _MIB:.0f} MiB of it"
+    yield ""
+    yield f"{'part':<12} {'planned MiB':>12}"
+    bounds = ("graphs", "workspaces", "context") if plan.upper_bound else ()
+    for name, size in [*plan.parts.items(), ("total", sum(plan.parts.values()))]:
+        yield f"{name:<12} {size / _MIB:>12.1f}{'  at most' if name in bounds else ''}"
+    yield ""
+    if plan.starts:
+        yield f"starts: yes, {plan.kv_tokens} KV tokens: {plan.kv_pages} pages of {plan.kv_page_size}"
+        yield f"longest request: {plan.servable_length} tokens (context_limit {plan.context_limit})"
+        counts = ", ".join(f"{one.streams} of {one.tokens} tokens" for one in plan.streams)
+        yield f"requests at once: {counts} (max_bucket {plan.max_bucket})"
+    else:
+        yield f"starts: no: {plan.reason}"
+    if plan.source is not None:
+        yield f"graphs, workspaces and context: {'' if plan.upper_bound else 'measured: '}{plan.source}"
+    for advice in plan.advice:
+        yield f"advice: {advice}"
+
+
+def _fail(error: Exception) -> int:
+    sys.stderr.write(f"pagelane: error: {' '.join(str(error).split())}\n")
+    return 2
