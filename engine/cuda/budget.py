@@ -132,6 +132,12 @@ _GRID = {"max_step_tokens": 64, "max_bucket": 8, "context_limit": 256}
 """Settings that may be lowered, the one first that costs least, and what advice rounds their values down to."""
 
 
+def larger(allowance: Allowance, missing: int) -> str:
+    """What to take where no setting helps and `missing` bytes are missing."""
+    where = "a gpu_memory_limit" if allowance.limited else "a card"
+    return f"take a smaller model, or {where} that is {missing / allowance.utilization / MIB:.0f} MiB larger"
+
+
 Change = dict[str, int | float | str]
 """Settings by name, and the values to give them."""
 
@@ -142,8 +148,7 @@ def nearest_settings(
     """What to change so that `missing` bytes fewer are needed, in words: see `nearest_changes`."""
     ways = nearest_changes(config, context_limit, missing, taken_by, allowance)
     if not ways:
-        where = "gpu_memory_limit" if allowance.limited else "the card"
-        return f"no setting makes it fit: take a smaller model, or {where} {missing / MIB:.0f} MiB larger"
+        return f"no setting makes it fit: {larger(allowance, missing)}"
     return f"what works: {', or '.join(in_words(way) for way in ways)}"
 
 
@@ -151,7 +156,7 @@ def nearest_changes(
     config: CoreConfig, context_limit: int, missing: int, taken_by: Callable[[CoreConfig], int], allowance: Allowance
 ) -> list[Change]:
     """What to change so that `missing` bytes fewer are needed: each setting that is enough by itself, as near to what
-    it is as that may be; or all of them halved until it is enough. Empty if nothing is.
+    it is as that may be; or all of them halved until it is enough, at last with most of the card. Empty if nothing is.
 
     `taken_by` says how many bytes a lane of other settings takes, its smallest pool included and what settings do not
     determine left out; `context_limit` is the lane's, in tokens.
@@ -164,10 +169,20 @@ def nearest_changes(
         ways.append({"gpu_memory_utilization": raised})
     alone = (_lowered(given, name, lambda changed: taken_by(changed) <= target) for name in _GRID)
     ways += [way for way in alone if way is not None]
-    if not ways:
-        smaller = next((halved for halved in _halved(given) if taken_by(halved) <= target), None)
-        ways = [] if smaller is None else [{name: getattr(smaller, name) for name in _GRID}]
+    for share in () if ways else (allowance.utilization, _HIGHEST_UTILIZATION):
+        extra = max(0, int(share * allowance.total) - allowance.others - allowance.own)
+        smaller = next((halved for halved in _halved(given) if taken_by(halved) <= target + extra), None)
+        if smaller is not None:
+            return [_all_of(config, smaller) | ({"gpu_memory_utilization": share} if extra else {})]
     return ways
+
+
+def _all_of(config: CoreConfig, smaller: CoreConfig) -> Change:
+    """What makes `config` as small as `smaller`."""
+    change: Change = {name: getattr(smaller, name) for name in _GRID}
+    if (config.max_chunk_tokens or 0) > smaller.max_step_tokens:
+        change["max_chunk_tokens"] = smaller.max_step_tokens
+    return change
 
 
 def in_words(change: Change) -> str:

@@ -1,5 +1,6 @@
 """A GPU as a lane's start sees it: what it is, what is used of it, and by whom."""
 
+import gc
 from dataclasses import replace
 from typing import Protocol
 
@@ -28,7 +29,7 @@ class Gpu(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait for the device, and give back what torch caches."""
+        """Collect garbage, wait for the device, and give back what torch caches."""
         ...
 
     def cap(self, nbytes: int) -> None:
@@ -70,6 +71,7 @@ class CudaGpu:
 
     def settle(self) -> None:
         """See `Gpu`."""
+        gc.collect()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 

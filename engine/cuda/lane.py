@@ -1,15 +1,11 @@
-"""Builds the computing half of a CUDA lane: weights and buffers, a run of the largest step, then the KV pool.
-
-Graphs hold the address of the KV pool, and the pool gets what graphs leave, so they are captured twice: over a scratch
-pool to measure what they take, and over the real one to be used.
-"""
+"""Builds the computing half of a CUDA lane: what its settings determine, weights, buffers, graphs, then the KV pool."""
 
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +14,29 @@ import torch
 from engine.config import CoreConfig
 from engine.cuda.arena import DeviceArena
 from engine.cuda.attention import FlashInferAttention, load_modules
+from engine.cuda.budget import PoolSizer
 from engine.cuda.decoder import CudaDecoder, DecoderParts, FusedOps, rope_rows
-from engine.cuda.executor import CudaExecutor, ExecutorParts, reserve_logits
+from engine.cuda.executor import CudaExecutor, ExecutorParts
 from engine.cuda.flashinfer_raw import ModuleNeeds, installed_version, signatures
-from engine.cuda.graphs import CudaRecorder, DecodeGraphs
-from engine.cuda.inputs import InputLayout, StepInputs
+from engine.cuda.gpu import CudaGpu, Gpu
+from engine.cuda.graphs import DecodeGraphs
+from engine.cuda.inputs import StepInputs
+from engine.cuda.kv_memory import KvMemory
 from engine.cuda.layout import AttentionCapacity, AttentionLayout
 from engine.cuda.policy import has_xqa
+from engine.cuda.provision import provide
 from engine.cuda.self_check import check_planner
+from engine.cuda.sizing import LaneDesign, design_lane
 from engine.ladder import Ladder
 from engine.memory import MIB, MemoryPlan, MemoryReport
-from engine.messages import Sampling
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.decoder import DecoderWeights
-from engine.models.placed import reserve_weights, take_weights
+from engine.models.placed import take_weights
 from engine.models.progress import Progress
-from engine.models.weights import fill_dummy, fill_weights, weight_bytes
+from engine.models.weights import fill_dummy, fill_weights
 from engine.plan import PlanCapacity
-from engine.step import Chunk, RowContext, RowStart, StepPlan
-from kv.budget import KvBudget, KvBudgetError, KvCapacity, servable_length
+from kv.budget import KvBudgetError, KvCapacity, servable_length
 from kv.geometry import KvGeometry
-from kv.table import TableUpdate
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +44,6 @@ OLDEST_CARD = (8, 0)
 """Compute capability."""
 HEAD_DIMS = (64, 128, 256)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_SCRATCH_PAGES = 2
-"""The padding page, and the one that every row of the profiled step lies on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +58,10 @@ class CudaLane:
     servable_length: int
     report: MemoryReport
     seconds: dict[str, float]
-    """Start-up phases: load, profile, graphs."""
+    """Start-up phases: load, and pool, which is the largest steps, the graphs and the mapping."""
     card_bytes: int
+    memory: KvMemory
+    """Of the pool. Who builds several lanes in one process closes it before the next."""
 
     def load_line(self, fingerprint: str) -> str:
         """One line about the KV cache; X % of the card's memory, usable pages and padding page together."""
@@ -98,64 +96,77 @@ def check_card(name: str, major: int, minor: int) -> None:
         )
 
 
-def pool_budget(geometry: KvGeometry, utilization: float, free: int, total: int) -> KvBudget:
-    """What `utilization` of a card of `total` bytes leaves for the KV pool if `free` bytes of it are free, the lane's
-    own weights and buffers taken. Raises `KvBudgetError`.
-    """
-    try:
-        return KvBudget(geometry, max(0, int(utilization * total) - (total - free)))
-    except KvBudgetError as error:
-        raise KvBudgetError(
-            f"{error}. gpu_memory_utilization is {utilization:g} of {total / MIB:.0f} MiB, of which weights, buffers, "
-            f"graphs and other processes have {(total - free) / MIB:.0f} MiB: raise it, lower max_step_tokens, "
-            "max_bucket or context_limit, or take a smaller model"
-        ) from None
-
-
 @dataclass(slots=True)
 class CudaBuild:
     """What is on the card before the KV pool is."""
 
     config: CoreConfig
-    model: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    capacity: PlanCapacity
-    geometry: KvGeometry
+    design: LaneDesign
+    gpu: Gpu
+    sizer: PoolSizer
     weights: DecoderWeights
-    arena: DeviceArena
-    """Activations, logits and what the sampler knows of each row slot."""
     inputs: StepInputs
-    plans: AttentionCapacity
     plan_arena: torch.Tensor
     modules: dict[str, Any]
     cos_sin: torch.Tensor
-    capture_stream: torch.cuda.Stream | None
-    """Where graphs are captured; None for no graphs. One for all captures: cuBLAS has a workspace for each stream."""
 
-    def executor(self, kv: torch.Tensor) -> CudaExecutor:
-        """An executor over the cache `kv`."""
+    @property
+    def model(self) -> ModelConfig:
+        """Shape of the model."""
+        return self.design.model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights, activations and cache."""
+        return self.design.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything is."""
+        return self.gpu.device
+
+    @property
+    def capacity(self) -> PlanCapacity:
+        """The largest step."""
+        return self.design.capacity
+
+    @property
+    def geometry(self) -> KvGeometry:
+        """Shape of a page."""
+        return self.design.geometry
+
+    @property
+    def plans(self) -> AttentionCapacity:
+        """The largest attention plans."""
+        return self.design.plans
+
+    @property
+    def arena(self) -> DeviceArena:
+        """Activations, logits and what the sampler knows of each row slot."""
+        return self.design.arena
+
+    def executor(self, kv: torch.Tensor, pages: int | None = None) -> CudaExecutor:
+        """An executor over the first `pages` pages of the cache `kv`, by default over all."""
         parts = DecoderParts(self.model, self.weights, kv, self.arena, FusedOps(), self.cos_sin)
         attention = FlashInferAttention(self.plans, kv, self.inputs, self.plan_arena, self.modules)
-        return CudaExecutor(
-            ExecutorParts(self.capacity, kv.shape[0], self.inputs, attention, CudaDecoder(parts), self.arena)
-        )
+        count = kv.shape[0] if pages is None else pages
+        return CudaExecutor(ExecutorParts(self.capacity, count, self.inputs, attention, CudaDecoder(parts), self.arena))
 
     def capture(self, executor: CudaExecutor) -> int | None:
         """Capture the executor's graphs; returns the bytes that they took, None if the settings want no graphs."""
-        if self.capture_stream is None:
+        if self.config.cuda_graphs == "off":
             return None
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self.device)
+        self.gpu.settle()
+        before = self.gpu.used()
         ladder = Ladder.of(self.config.max_bucket, self.config.graph_buckets)
-        graphs = DecodeGraphs(ladder, CudaRecorder(self.device, self.capture_stream))
+        graphs = DecodeGraphs(ladder, self.gpu.recorder())
+        # A captured stream does not allow to free what an old lane held, so no garbage is collected meanwhile.
         with _no_garbage():
             executor.capture(graphs)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        taken = free - torch.cuda.mem_get_info(self.device)[0]
+        self.gpu.settle()
+        taken = max(0, self.gpu.used() - before)
         log.info("captured %d graphs for %d buckets: %.0f MiB", len(graphs), len(ladder), taken / MIB)
-        return max(0, taken)
+        return taken
 
     def cache(self, pages: int) -> torch.Tensor:
         """A cache of so many pages. Zeroed: a masked slot's weight of zero survives only finite numbers."""
@@ -164,9 +175,7 @@ class CudaBuild:
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Collect garbage now, and none meanwhile: a captured stream does not allow to free what an old lane held."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -180,6 +189,7 @@ def create_cuda_lane(
     model_dir: Path,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    gpu: Gpu | None = None,
 ) -> CudaLane:
     """Build the lane that `config` asks for, with the model in `model_dir`, on the current CUDA device.
 
@@ -187,30 +197,30 @@ def create_cuda_lane(
     """
     model = load_model_config(model_dir)
     dtype = check_model(model, config.dtype)
-    device = torch.device("cuda", torch.cuda.current_device())
     began = clock()
-    build = prepare(config, model, dtype, device, _loader(config, model_dir, progress))
-    torch.cuda.synchronize()
-    loaded = clock()
-    free, total, graphs = _profile(build)
-    budget = pool_budget(build.geometry, config.gpu_memory_utilization, free, total)
-    build.capacity.check_pool(budget.total_pages)
-    # The scratch pool's graphs are gone; what they took has to be free before the pool takes the rest.
-    torch.cuda.empty_cache()
-    kv = build.cache(budget.total_pages)
-    executor = build.executor(kv)
-    profiled = clock()
-    measured = _measure(build, kv, build.capture(executor))
+    gpu = gpu or CudaGpu()
+    try:
+        build = prepare(config, model, dtype, gpu, _loader(config, model_dir, progress))
+        loaded = clock()
+        provided = provide(build)
+    except torch.OutOfMemoryError as error:
+        raise KvBudgetError(
+            f"the GPU's memory ran out: {str(error).partition('. ')[0]}; lower max_step_tokens, max_bucket or "
+            "context_limit, or take a smaller model"
+        ) from error
+    planned = MemoryPlan(**asdict(build.design.sizes), kv_pool=provided.budget.bytes)
+    log.info("the lane may take %s; other processes have %.0f MiB", build.sizer.allowance, gpu.others / MIB)
     return CudaLane(
-        executor=executor,
+        executor=provided.executor,
         model_config=model,
         geometry=build.geometry,
-        capacity=budget.capacity,
+        capacity=provided.budget.capacity,
         context_limit=build.capacity.context_limit,
-        servable_length=servable_length(build.capacity.context_limit, budget.capacity),
-        report=MemoryReport(_planned(build, budget, graphs), measured),
-        seconds={"load": loaded - began, "profile": profiled - loaded, "graphs": clock() - profiled},
-        card_bytes=total,
+        servable_length=servable_length(build.capacity.context_limit, provided.budget.capacity),
+        report=MemoryReport(planned, provided.measured),
+        seconds={"load": loaded - began, "pool": clock() - loaded},
+        card_bytes=gpu.card.memory,
+        memory=provided.memory,
     )
 
 
@@ -229,129 +239,40 @@ def _loader(config: CoreConfig, model_dir: Path, progress: Progress | None) -> L
 
 
 def prepare(
-    config: CoreConfig,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    load: Loader,
-    *,
-    xqa: bool = False,
+    config: CoreConfig, model: ModelConfig, dtype: torch.dtype, gpu: Gpu, load: Loader, *, xqa: bool = False
 ) -> CudaBuild:
     """What `CudaBuild` holds; `xqa` takes XQA where policy does: no lane does yet (docs/attention-plans.md)."""
     from engine.kernels.step_head import write_step
 
-    limit = config.context_limit or model.context_limit
-    if limit > model.context_limit:
-        raise ValueError(
-            f"context_limit is {limit} tokens, but the model was made for {model.context_limit}: "
-            f"lower it, or leave it out to take {model.context_limit}"
-        )
-    name = "bfloat16" if dtype == torch.bfloat16 else "float16"
-    geometry = KvGeometry(config.kv_page_size, model.layers, model.kv_heads, model.head_dim, name)
-    capacity = PlanCapacity(
-        config.max_bucket,
-        config.max_step_tokens,
-        limit,
-        geometry.page_size,
-        model.heads,
-        model.kv_heads,
-        model.head_dim,
-    )
-    card = torch.cuda.get_device_properties(device)
-    check_card(card.name, card.major, card.minor)
-    sm90 = card.major == 9
-    xqa = xqa and sm90 and has_xqa(model.head_dim, model.group, geometry.page_size)
+    card, device, page_size = gpu.card, gpu.device, config.kv_page_size
+    check_card(card.name, *card.capability)
+    xqa = xqa and card.sm90 and has_xqa(model.head_dim, model.group, page_size)
     # What may refuse comes before the weights, which take minutes.
-    modules = load_modules(ModuleNeeds(model.head_dim, model.group, geometry.page_size, name, sm90=sm90, xqa=xqa))
-    plans = AttentionCapacity(capacity, card.multi_processor_count, sm90=sm90, xqa="xqa" in modules)
-    check_planner(signatures(installed_version()), modules["fa2"], plans.shape)
-    memory, arena = DeviceArena(device), DeviceArena(device)
-    reserve_weights(memory, model, dtype)
-    CudaDecoder.reserve(arena, model, capacity.max_step_tokens, dtype)
-    reserve_logits(arena, capacity, model.vocab_size, model.hidden_size, dtype)
-    memory.allocate()
-    placed = take_weights(memory, model)
+    design = design_lane(config, model, dtype, card, device=device, xqa=xqa)
+    sizer = PoolSizer(config, design, card, gpu.others)
+    # A lower bound: what only a run tells comes on top.
+    taken = gpu.used() + design.sizes.total
+    sizer.budget(taken, card.memory - gpu.others - taken)
+    modules = load_modules(
+        ModuleNeeds(model.head_dim, model.group, page_size, design.geometry.dtype, sm90=card.sm90, xqa=xqa)
+    )
+    if xqa and "xqa" not in modules:
+        design = design_lane(config, model, dtype, card, device=device)
+    check_planner(signatures(installed_version()), modules["fa2"], design.plans.shape)
+    if sizer.allowance.limited:
+        gpu.cap(sizer.allowance.own)
+    design.weights.allocate()
+    placed = take_weights(design.weights, model)
     load(model, placed.parts)
-    arena.allocate()
+    design.arena.allocate()
     return CudaBuild(
         config,
-        model,
-        dtype,
-        device,
-        capacity,
-        geometry,
+        design,
+        gpu,
+        sizer,
         placed.weights,
-        arena,
-        inputs=StepInputs(capacity, device, write_step),
-        plans=plans,
-        plan_arena=torch.zeros(AttentionLayout(plans).nbytes, dtype=torch.uint8, device=device),
+        inputs=StepInputs(design.capacity, device, write_step),
+        plan_arena=torch.zeros(AttentionLayout(design.plans).nbytes, dtype=torch.uint8, device=device),
         modules=modules,
-        cos_sin=rope_rows(model, capacity.max_context, device),
-        capture_stream=None if config.cuda_graphs == "off" else torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-    )
-
-
-def _profile(build: CudaBuild) -> tuple[int, int, int | None]:
-    """Free and total bytes of the card after the largest step has run and all graphs are captured, with what they take
-    still held; and the graphs' bytes.
-    """
-    torch.cuda.empty_cache()
-    executor = build.executor(build.cache(_SCRATCH_PAGES))
-    capacity = build.capacity
-    rows = capacity.max_bucket
-    tokens = min(capacity.max_step_tokens // rows, capacity.context_limit)
-    plans = (_largest(capacity, rows, tokens), _decode_all(rows))
-    _run(executor, plans)
-    graphs = build.capture(executor)
-    if graphs is not None:
-        # Capturing gives back what steps without a graph take for a moment. They will take it again, so it counts.
-        _run(executor, plans)
-    return *torch.cuda.mem_get_info(build.device), graphs
-
-
-def _run(executor: CudaExecutor, plans: Iterable[StepPlan]) -> None:
-    for plan in plans:
-        executor.collect(executor.launch(plan))
-    torch.cuda.synchronize()
-
-
-def _largest(capacity: PlanCapacity, rows: int, tokens: int) -> StepPlan:
-    """A chunk of `tokens` tokens on every row, all on one page, so that the step takes no KV memory.
-
-    All rows draw, and the first asks for all that a request may ask for: what is compiled on first use is so here.
-    """
-    pages = -(-tokens // capacity.page_size)
-    table = [TableUpdate(row, index, 1) for row in range(rows) for index in range(pages)]
-    asking = Sampling(temperature=1.0, repetition_penalty=1.1, frequency_penalty=0.1, min_tokens=1, logprobs=1)
-    starts = [RowStart(0, asking, RowContext([0], [0], [0], tokens + 1))]
-    starts += [RowStart(row, Sampling(temperature=1.0)) for row in range(1, rows)]
-    chunks = [Chunk(row, 0, [0] * tokens, True) for row in range(rows)]
-    chunks[0] = chunks[0]._replace(targets=chunks[0].tokens, top_logprobs=1)
-    return StepPlan(0, starts, table, [], [], chunks)
-
-
-def _decode_all(rows: int) -> StepPlan:
-    starts = [RowStart(row, Sampling()) for row in range(rows)]
-    return StepPlan(1, starts, [], list(range(rows)), [2] * rows, [])
-
-
-def _planned(build: CudaBuild, budget: KvBudget, graphs: int | None) -> MemoryPlan:
-    return MemoryPlan(
-        weights=weight_bytes(build.model, build.dtype),
-        rope_table=build.capacity.max_context * build.model.head_dim * 4,
-        plan_arena=InputLayout(build.capacity).nbytes + AttentionLayout(build.plans).nbytes,
-        activations=build.arena.nbytes,
-        kv_pool=budget.bytes,
-        graphs=graphs,
-    )
-
-
-def _measure(build: CudaBuild, kv: torch.Tensor, graphs: int | None) -> MemoryPlan:
-    return MemoryPlan(
-        weights=build.weights.nbytes,
-        rope_table=build.cos_sin.nbytes,
-        plan_arena=build.inputs.nbytes + build.plan_arena.nbytes,
-        activations=build.arena.nbytes,
-        kv_pool=kv.nbytes,
-        graphs=graphs,
+        cos_sin=rope_rows(model, design.capacity.max_context, device),
     )

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from engine.config import CoreConfig
 from engine.cuda.executor import CudaExecutor
+from engine.cuda.gpu import CudaGpu
 from engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphKey
 from engine.cuda.inputs import StepInputs
 from engine.cuda.lane import CudaBuild, prepare
@@ -98,7 +99,7 @@ def make_pair(results: Results, shape: str, folder: Path) -> Pair:
         for name, part in parts.items():
             part.copy_(weights[name])
 
-    build = prepare(config, model, torch.bfloat16, torch.device("cuda", 0), load)
+    build = prepare(config, model, torch.bfloat16, CudaGpu(), load)
     weights.clear()
     torch.cuda.empty_cache()
     pair = Pair(build, make_executor(build), make_executor(build))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.config import CoreConfig
 from engine.cuda.executor import CudaExecutor
+from engine.cuda.gpu import CudaGpu
 from engine.cuda.lane import Loader, prepare
 from engine.models.config import load_model_config
 from kv.geometry import KvGeometry
@@ -63,7 +64,7 @@ def build(
         context_limit=subject.context_limit,
     )
     model = load_model_config(subject.directory)
-    made = prepare(config, model, subject.dtype, torch.device("cuda", 0), subject.load, xqa=subject.xqa)
+    made = prepare(config, model, subject.dtype, CudaGpu(), subject.load, xqa=subject.xqa)
     executor = made.executor(made.cache(kv_tokens // page_size + 1))
     if subject.graphs:
         made.capture(executor)
