@@ -4,17 +4,18 @@ Reads the model's config.json alone. What settings determine is computed by what
 tells comes from `engine.cuda.measured`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from engine.config import CoreConfig
 from engine.memory import host_memory
 from engine.models.config import ModelConfig, load_model_config
-from engine.models.resolve import resolve_model
+from engine.models.resolve import Say, resolve_model
 from kv.budget import KvCapacity, servable_length
 
 STREAM_LENGTHS = (1024, 4096)
@@ -67,6 +68,14 @@ class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Settings by name; each of the changes makes a lane start that does not."""
 
 
+class TargetError(ValueError):
+    """Nothing says what to plan for; one line with the flags that do."""
+
+
+Change = Mapping[str, Any]
+"""Settings by name, and the values to give them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """A lane's parts, and its pool or the reason why it has none."""
@@ -76,7 +85,22 @@ class Outcome:
     context_limit: int
     capacity: KvCapacity | None
     reason: str | None
-    changes: Sequence[Mapping[str, Any]]
+    changes: Sequence[Change]
+    """Of which each makes it start."""
+    otherwise: Sequence[str] = ()
+    """What to do where no setting helps."""
+
+
+class Planner(Protocol):
+    """Plans lanes of one model in one place."""
+
+    def outcome(self, config: CoreConfig) -> Outcome:
+        """Raises `ValueError` for settings that no memory helps."""
+        ...
+
+    def growth(self, config: CoreConfig, tokens: int) -> Change | None:
+        """The nearest setting with which the KV cache holds `tokens` tokens; None if there is none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,55 +113,48 @@ class Target:
     """Bytes of the card, or of a CPU lane's host; None is what it has."""
 
 
-def plan_lane(config: CoreConfig, model: ModelConfig, target: Target) -> LanePlan:
-    """What is to be expected of the lane that `config` asks for.
+def plan_lane(config: CoreConfig, model: ModelConfig, target: Target, table: Path | None = None) -> LanePlan:
+    """What is to be expected of the lane that `config` asks for. Raises `TargetError`.
 
-    Raises `ValueError` for a target that says too little and for settings that no memory helps.
+    `table` is a file of measured lanes to use for the project's own.
     """
     if on_cuda(config, target):
-        return _plan_cuda(config, model, target)
-    return _plan_cpu(config, model, target)
-
-
-def on_cuda(config: CoreConfig, target: Target) -> bool:
-    """Whether the lane runs on a GPU: `auto` does if a card is named or there is one. Raises `ValueError`."""
-    if config.device == "cpu":
-        if target.card is not None:
-            raise ValueError("--card is given, but device is cpu: leave one of them out")
-        return False
-    if config.device == "cuda" or target.card is not None:
-        return True
-    import torch
-
-    return torch.cuda.is_available() or target.memory is not None
-
-
-def _plan_cuda(config: CoreConfig, model: ModelConfig, target: Target) -> LanePlan:
-    from engine.cuda.measured import MeasuredTable
-    from engine.cuda.planning import CudaPlanner, place_of
-
-    place = place_of(target.card, target.memory, MeasuredTable.read())
-    planner = CudaPlanner(model, place)
-    outcome, estimate = planner.outcome(config), planner.estimate(config)
-    seen = Seen(
-        device="cuda",
-        card=place.card.name,
-        memory=place.card.memory,
-        measured=place.measured,
-        upper_bound=not estimate.known,
-        source=estimate.source,
-        key=msgspec.to_builtins(planner.key(config)),
-    )
-    return described(config, outcome, seen)
-
-
-def _plan_cpu(config: CoreConfig, model: ModelConfig, target: Target) -> LanePlan:
-    from engine.cpu.planning import plan_cpu
+        return _plan_cuda(config, model, target, table)
+    from engine.cpu.planning import CpuPlanner
 
     memory = target.memory or host_memory()
     if memory is None:
-        raise ValueError("how much memory this host has cannot be read here: give --device-memory SIZE")
-    return described(config, plan_cpu(config, model, memory), Seen(device="cpu", memory=memory))
+        raise TargetError("how much memory this host has cannot be read here: give --device-memory SIZE")
+    return described(config, CpuPlanner(model, memory), Seen(device="cpu", memory=memory))
+
+
+def on_cuda(config: CoreConfig, target: Target) -> bool:
+    """Whether the lane runs on a GPU: `auto` does if a card or its memory is named or there is one.
+
+    Raises `TargetError`.
+    """
+    if config.device == "cpu":
+        if target.card is not None:
+            raise TargetError("--card is given, but device is cpu: leave one of them out")
+        return False
+    if config.device == "cuda" or target.card is not None or target.memory is not None:
+        return True
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _plan_cuda(config: CoreConfig, model: ModelConfig, target: Target, path: Path | None) -> LanePlan:
+    from engine.cuda.measured import TABLE, MeasuredTable
+    from engine.cuda.planning import CudaPlanner, place_of
+
+    place = place_of(target.card, target.memory, MeasuredTable.read(path or TABLE))
+    planner = CudaPlanner(model, place)
+    seen = Seen(device="cuda", card=place.card.name, memory=place.card.memory, measured=place.measured)
+    with suppress(ValueError):  # which the outcome will name
+        estimate, key = planner.estimate(config), msgspec.to_builtins(planner.key(config))
+        seen = replace(seen, upper_bound=not estimate.known, source=estimate.source, key=key)
+    return described(config, planner, seen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +170,20 @@ class Seen:
     key: dict[str, Any] | None = None
 
 
-def described(config: CoreConfig, outcome: Outcome, seen: Seen) -> LanePlan:
-    """The plan with all that follows from the outcome."""
+def described(config: CoreConfig, planner: Planner, seen: Seen) -> LanePlan:
+    """The outcome with all that follows from it."""
+    try:
+        outcome = planner.outcome(config)
+    except ValueError as error:
+        outcome = Outcome({}, 0, config.context_limit or 0, None, str(error), [])
     capacity = outcome.capacity or KvCapacity(0, config.kv_page_size)
-    lengths = sorted({*(length for length in STREAM_LENGTHS if length < outcome.context_limit), outcome.context_limit})
-    advice = [*_advice(outcome.changes), *(_remarks(config, outcome, capacity) if outcome.capacity else ())]
+    limit = outcome.context_limit
+    lengths = sorted({min(length, limit) for length in (*STREAM_LENGTHS, limit)} - {0})
+    if outcome.capacity is not None:
+        advice = list(_remarks(config, planner, limit, capacity))
+    else:
+        advice = [f"set {_in_words(change)}" for change in outcome.changes]
+        advice = advice or list(outcome.otherwise) or [str(outcome.reason)]
     return LanePlan(
         starts=outcome.capacity is not None,
         reason=outcome.reason,
@@ -169,10 +195,10 @@ def described(config: CoreConfig, outcome: Outcome, seen: Seen) -> LanePlan:
         kv_page_size=config.kv_page_size,
         kv_pages=capacity.usable_pages,
         kv_tokens=capacity.tokens,
-        context_limit=outcome.context_limit,
-        servable_length=servable_length(outcome.context_limit, capacity),
+        context_limit=limit,
+        servable_length=servable_length(limit, capacity),
         max_bucket=config.max_bucket,
-        streams=[Streams(length, _streams(config, capacity, length)) for length in lengths],
+        streams=[Streams(length, min(config.max_bucket, _fitting(capacity, length))) for length in lengths],
         parts=outcome.parts,
         upper_bound=seen.upper_bound,
         source=seen.source,
@@ -182,38 +208,38 @@ def described(config: CoreConfig, outcome: Outcome, seen: Seen) -> LanePlan:
     )
 
 
-def _streams(config: CoreConfig, capacity: KvCapacity, length: int) -> int:
-    """Requests of `length` tokens that run at once."""
-    return min(config.max_bucket, capacity.usable_pages // -(-length // capacity.page_size))
+def _fitting(capacity: KvCapacity, length: int) -> int:
+    """Requests of `length` tokens that the pool holds at once."""
+    return capacity.usable_pages // -(-length // capacity.page_size)
 
 
-def _advice(changes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    for change in changes:
-        yield "set " + " and ".join(f"{name} to {value}" for name, value in change.items())
+def _in_words(change: Change) -> str:
+    return ", ".join(f"{name} to {value}" for name, value in change.items())
 
 
-def _remarks(config: CoreConfig, outcome: Outcome, capacity: KvCapacity) -> Iterator[str]:
+def _remarks(config: CoreConfig, planner: Planner, limit: int, capacity: KvCapacity) -> Iterator[str]:
     """What to know of a lane that starts with little room."""
-    if capacity.tokens < outcome.context_limit:
+    if capacity.tokens < limit:
+        raised = planner.growth(config, limit)
         yield (
-            f"the KV cache holds {capacity.tokens} tokens, less than one request of context_limit, "
-            f"{outcome.context_limit}: requests are limited to {capacity.tokens} tokens; lower context_limit to that, "
-            "or give the lane more memory"
+            f"the KV cache holds {capacity.tokens} tokens, less than one request of context_limit {limit}: requests "
+            f"are limited to {capacity.tokens} tokens; set context_limit to that"
+            + (f", or {_in_words(raised)} for the whole length" if raised else "")
         )
-    short = min(SHORT_STREAM, outcome.context_limit)
-    fitting = capacity.usable_pages // -(-short // capacity.page_size)
-    if fitting < config.max_bucket:
+    length = min(SHORT_STREAM, limit)
+    if (fitting := _fitting(capacity, length)) < config.max_bucket:
+        raised = planner.growth(config, config.max_bucket * -(-length // capacity.page_size) * capacity.page_size)
         yield (
-            f"the KV cache holds {fitting} requests of {short} tokens at once, but max_bucket is {config.max_bucket}: "
-            f"lower max_bucket to {max(1, fitting)}, or give the lane more memory"
+            f"the KV cache holds {fitting} requests of {length} tokens at once, but max_bucket is {config.max_bucket}: "
+            f"set max_bucket to {max(1, fitting)}" + (f", or {_in_words(raised)} for all of them" if raised else "")
         )
 
 
-def model_config_of(config: CoreConfig) -> ModelConfig:
+def model_config_of(config: CoreConfig, say: Say = lambda line: None) -> ModelConfig:
     """The shape of the model that the settings name. Of a folder, config.json is enough. Raises `ModelError`."""
     if (folder := _folder(config.model)) is not None:
         return load_model_config(folder)
-    return load_model_config(resolve_model(config.model, "dummy", revision=config.revision))
+    return load_model_config(resolve_model(config.model, "dummy", revision=config.revision, say=say))
 
 
 def _folder(model: str) -> Path | None:

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
     core = asked.worker.core()
     try:
-        plan = plan_lane(core, model_config_of(core), Target(asked.card, asked.memory))
+        plan = plan_lane(core, model_config_of(core, _say), Target(asked.card, asked.memory))
     except (ValueError, OSError) as error:
         return _fail(error)
     text = msgspec.json.format(msgspec.json.encode(plan)).decode() if asked.as_json else shown(core.model, plan)
@@ -102,24 +102,29 @@ def _lines(model: str, plan: "LanePlan") -> Iterator[str]:
     place = plan.card or "a CPU"
     about = "" if plan.device_memory_known else ", about: this card was not seen, give --device-memory"
     yield f"{model} on {place} of {plan.device_memory / _MIB:.0f} MiB{about}"
-    yield f"the worker may take {plan.allowed / _MIB:.0f} MiB of it"
+    if plan.parts:
+        yield f"the worker may take {plan.allowed / _MIB:.0f} MiB of it"
     yield ""
-    yield f"{'part':<12} {'planned MiB':>12}"
     bounds = ("graphs", "workspaces", "context") if plan.upper_bound else ()
-    for name, size in [*plan.parts.items(), ("total", sum(plan.parts.values()))]:
-        yield f"{name:<12} {size / _MIB:>12.1f}{'  at most' if name in bounds else ''}"
-    yield ""
+    if plan.parts:
+        yield f"{'part':<12} {'planned MiB':>12}"
+        for name, size in [*plan.parts.items(), ("total", sum(plan.parts.values()))]:
+            yield f"{name:<12} {size / _MIB:>12.1f}{'  at most' if name in bounds else ''}"
+        if plan.source is not None:
+            yield f"graphs, workspaces and context: {'' if plan.upper_bound else 'as measured in '}{plan.source}"
+        yield ""
     if plan.starts:
-        yield f"starts: yes, {plan.kv_tokens} KV tokens: {plan.kv_pages} pages of {plan.kv_page_size}"
+        yield f"starts: yes, with {plan.kv_tokens} KV tokens: {plan.kv_pages} pages of {plan.kv_page_size}"
         yield f"longest request: {plan.servable_length} tokens (context_limit {plan.context_limit})"
         counts = ", ".join(f"{one.streams} of {one.tokens} tokens" for one in plan.streams)
         yield f"requests at once: {counts} (max_bucket {plan.max_bucket})"
     else:
         yield f"starts: no: {plan.reason}"
-    if plan.source is not None:
-        yield f"graphs, workspaces and context: {'' if plan.upper_bound else 'measured: '}{plan.source}"
-    for advice in plan.advice:
-        yield f"advice: {advice}"
+    yield from (f"advice: {advice}" for advice in plan.advice if advice != plan.reason)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 def _fail(error: Exception) -> int:

@@ -1,18 +1,15 @@
 """Plans a CPU lane by what builds one, and finds settings that the host's memory holds."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import msgspec
 
 from engine.config import CoreConfig
-from engine.cpu.lane import context_limit, design_lane
+from engine.cpu.lane import LaneDesign, context_limit, design_lane
 from engine.memory import MIB, MemoryShortError
 from engine.models.config import ModelConfig
-from engine.planning import Outcome
+from engine.planning import Change, Outcome
 from kv.budget import KvBudgetError, parse_size
-
-Change = dict[str, Any]
 
 _GRID = {"max_step_tokens": 16, "max_bucket": 1}
 """Settings that may be lowered, and what advice rounds them down to."""
@@ -20,72 +17,85 @@ _MOST_CACHE_MIB = 1 << 24
 """16 TiB."""
 
 
-def plan_cpu(config: CoreConfig, model: ModelConfig, available: int) -> Outcome:
-    """The lane's parts on a host that offers `available` bytes, and its pool or why it has none.
+class CpuPlanner:
+    """Plans lanes of one model on one host."""
 
-    Raises `ValueError` for settings that no memory helps.
-    """
-    limit = context_limit(config, model)
-    try:
-        design = design_lane(config, model)
-    except KvBudgetError as error:
-        return Outcome({}, available, limit, None, str(error), list(_changes(config, model, available)))
-    try:
-        design.memory.check_host(available)
-    except MemoryShortError as error:
-        changes = list(_changes(config, model, available))
-        return Outcome(design.memory.parts, available, limit, None, str(error), changes)
-    return Outcome(design.memory.parts, available, limit, design.budget.capacity, None, [])
+    def __init__(self, model: ModelConfig, available: int) -> None:
+        """`available`: bytes that the host offers."""
+        self._model = model
+        self._available = available
 
-
-def _changes(config: CoreConfig, model: ModelConfig, available: int) -> Iterator[Change]:
-    """Settings of which each makes the lane start, as near to what they are as may be."""
-
-    def starts(change: Change) -> bool:
+    def outcome(self, config: CoreConfig) -> Outcome:
+        """The lane's parts, and its pool or why it has none. Raises `ValueError` for settings that no memory helps."""
+        limit, parts = context_limit(config, self._model), {}
         try:
-            design_lane(msgspec.structs.replace(config, **change), model).memory.check_host(available)
+            design = self._design(config)
+            parts = design.memory.parts
+            design.memory.check_host(self._available)
+        except (KvBudgetError, MemoryShortError) as error:
+            return Outcome(parts, self._available, limit, None, str(error), list(self._changes(config)))
+        return Outcome(parts, self._available, limit, design.budget.capacity, None, [])
+
+    def growth(self, config: CoreConfig, tokens: int) -> Change | None:
+        """The smallest size of the KV cache, in whole MiB, that holds `tokens` tokens; None if the host lacks it."""
+        short = _largest(0, _MOST_CACHE_MIB, lambda mib: self._tokens(config, mib) < tokens)
+        change = _cache(_MOST_CACHE_MIB if short is None else short + 1)
+        return change if self._starts(config, change) else None
+
+    def _design(self, config: CoreConfig, change: Change | None = None) -> LaneDesign:
+        return design_lane(msgspec.structs.replace(config, **(change or {})), self._model)
+
+    def _starts(self, config: CoreConfig, change: Change) -> bool:
+        try:
+            self._design(config, change).memory.check_host(self._available)
         except ValueError:
             return False
         return True
 
-    cache = _cache(config, model, available)
-    if cache is not None and starts(cache):
-        yield cache
-    for name, step in _GRID.items():
-        lowest = config.max_bucket if name == "max_step_tokens" else 1
-        count = _largest(-(-lowest // step), (getattr(config, name) - 1) // step, lambda n: starts({name: n * step}))  # noqa: B023
-        if count is not None:
-            yield {name: count * step}
-    if config.dtype in ("auto", "float32") and starts({"dtype": "bfloat16"}):
-        yield {"dtype": "bfloat16"}
-
-
-def _cache(config: CoreConfig, model: ModelConfig, available: int) -> Change | None:
-    """The nearest size of the KV cache in whole MiB that holds a page and is there; None if there is none."""
-
-    def holds(mib: int) -> bool:
+    def _tokens(self, config: CoreConfig, mib: int) -> int:
+        """What a cache of so many MiB holds."""
         try:
-            design_lane(msgspec.structs.replace(config, kv_cache_memory=f"{mib}MiB"), model)
+            return self._design(config, _cache(max(1, mib))).budget.capacity.tokens
         except KvBudgetError:
-            return False
-        return True
+            return 0
 
-    def fits(mib: int) -> bool:
+    def _changes(self, config: CoreConfig) -> Iterator[Change]:
+        """Settings of which each makes the lane start, as near to what they are as may be."""
+        wishes: list[Change | None] = [self.growth(config, 1) if self._too_small(config) else self._smaller(config)]
+        wishes += [self._lowered(config, name) for name in _GRID]
+        wishes += [{"dtype": "bfloat16"}] if config.dtype in ("auto", "float32") else []
+        for change in wishes:
+            if change is not None and self._starts(config, change):
+                yield change
+
+    def _too_small(self, config: CoreConfig) -> bool:
+        """Whether the cache does not hold a page."""
         try:
-            changed = msgspec.structs.replace(config, kv_cache_memory=f"{mib}MiB")
-            design_lane(changed, model).memory.check_host(available)
+            self._design(config)
         except KvBudgetError:
-            return True  # too small, so not too large
-        except MemoryShortError:
-            return False
-        return True
+            return True
+        return False
 
-    now = parse_size(config.kv_cache_memory) // MIB
-    if not holds(now):
-        short = _largest(0, _MOST_CACHE_MIB, lambda mib: not holds(max(1, mib)))
-        return None if short is None else {"kv_cache_memory": f"{short + 1}MiB"}
-    lower = _largest(1, now - 1, fits)
-    return None if lower is None else {"kv_cache_memory": f"{lower}MiB"}
+    def _smaller(self, config: CoreConfig) -> Change | None:
+        """The largest KV cache in whole MiB, below the one asked for, that the host holds with all the rest."""
+        least = self.growth(config, 1)
+        if least is None:
+            return None
+        low, high = parse_size(least["kv_cache_memory"]) // MIB, (parse_size(config.kv_cache_memory) - 1) // MIB
+        mib = _largest(low, high, lambda mib: self._starts(config, _cache(mib)))
+        return None if mib is None else _cache(mib)
+
+    def _lowered(self, config: CoreConfig, name: str) -> Change | None:
+        """The largest value below that of setting `name` with which the lane starts."""
+        step = _GRID[name]
+        lowest = max(config.max_bucket, config.max_chunk_tokens or 1) if name == "max_step_tokens" else 1
+        high = (getattr(config, name) - 1) // step
+        count = _largest(-(-lowest // step), high, lambda count: self._starts(config, {name: count * step}))
+        return None if count is None else {name: count * step}
+
+
+def _cache(mib: int) -> Change:
+    return {"kv_cache_memory": f"{mib}MiB"}
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:

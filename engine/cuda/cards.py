@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from engine.cuda.sizing import Card
+from engine.planning import TargetError
 
 _GIB = 1 << 30
 
@@ -38,13 +39,13 @@ KNOWN_CARDS = {
 def known_card(name: str) -> KnownCard:
     """The card that `--card` names, by its short name or the driver's; case, blanks and hyphens do not matter.
 
-    Raises `ValueError`, which lists the cards.
+    Raises `TargetError`, which lists the cards.
     """
     wanted = _plain(name)
     for short, known in KNOWN_CARDS.items():
         if wanted in (_plain(short), _plain(known.card.name)):
             return known
-    raise ValueError(
+    raise TargetError(
         f"--card is {name[:60]!r}, but the cards that are known are {', '.join(KNOWN_CARDS)}: name one of them, or run "
         "where the card is"
     )

@@ -12,10 +12,12 @@ takes the lines of a benchmark that have `"measured"`, as `row` makes them, into
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import torch
 
 from engine.config import CoreConfig
 from engine.ladder import Ladder
@@ -42,13 +44,30 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**{name: getattr(model, name) for name in cls.__struct_fields__})
 
 
+class Software(msgspec.Struct, frozen=True, kw_only=True):
+    """Versions that memory depends on."""
+
+    torch: str
+    """Without what stands behind a `+`."""
+    flashinfer: str
+
+    @classmethod
+    def installed(cls) -> Self | None:
+        """The versions here; None if they are not those of a machine with GPUs."""
+        if torch.version.cuda is None:
+            return None
+        try:
+            return cls(torch=torch.__version__.partition("+")[0], flashinfer=version("flashinfer-python"))
+        except PackageNotFoundError:
+            return None
+
+
 class Key(msgspec.Struct, frozen=True, kw_only=True):
     """All that what a run tells depends on."""
 
     card: str
     """As the driver names it."""
     torch: str
-    """Version, without what stands behind a `+`."""
     flashinfer: str
     shape: Shape
     dtype: str
@@ -57,7 +76,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int
 
     @classmethod
-    def of(cls, config: CoreConfig, model: ModelConfig, dtype: str, software: "Software", card: str) -> Self:
+    def of(cls, config: CoreConfig, model: ModelConfig, dtype: str, software: Software, card: str) -> Self:
         """The key of the lane that `config` asks for. Raises `LadderError`."""
         off = config.cuda_graphs == "off"
         return cls(
@@ -69,13 +88,6 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
             ladder=() if off else tuple(Ladder.of(config.max_bucket, config.graph_buckets)),
             max_step_tokens=config.max_step_tokens,
         )
-
-
-class Software(msgspec.Struct, frozen=True, kw_only=True):
-    """Versions that memory depends on."""
-
-    torch: str
-    flashinfer: str
 
 
 class Rest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,27 +1,28 @@
 """Plans a CUDA lane for a card that need not be here, by the steps in which `engine.cuda.lane` builds one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 import torch
 
 from engine.config import CoreConfig
-from engine.cuda.budget import Allowance, Change, PoolSizer, floor_bytes, in_words, nearest_changes
+from engine.cuda.budget import Allowance, Change, PoolSizer, floor_bytes, larger, nearest_changes
 from engine.cuda.cards import KNOWN_CARDS, known_card
 from engine.cuda.lane import check_card, check_model
 from engine.cuda.measured import Estimate, Key, MeasuredTable, Software
 from engine.cuda.sizing import Card, LaneDesign, design_lane
 from engine.memory import MIB, MemoryPlan
 from engine.models.config import ModelConfig
-from engine.plan import PlanError
-from engine.planning import Outcome
-from kv.budget import KvBudget, KvBudgetError
+from engine.planning import Outcome, TargetError
+from kv.budget import KvBudget
+from kv.geometry import PAGE_SIZES
 
 GRANULE = 2 * MIB
 """What the driver maps at once (cuMemGetAllocationGranularity), on every card so far."""
 _TOO_MUCH = 1 << 62
+_HUNDREDTHS = range(1, 98)
+"""Utilizations that advice may ask for: `nearest_changes` goes no higher either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,15 @@ class Place:
     """The card's memory was asked for or reported, not taken from a list."""
     software: Software
     table: MeasuredTable
+    granule: int = GRANULE
+    """Bytes that a driver maps at once."""
 
 
 def place_of(name: str | None, memory: int | None, table: MeasuredTable) -> Place:
     """The card called `name`, else the present one, with `memory` bytes if that is given.
 
-    A size alone is a part of an H200: the card that most rows of the table are from. Raises `ValueError` if nothing
-    says which card is meant.
+    A size alone is a part of an H200, the card that the table's rows are from. Raises `TargetError` if nothing says
+    which card is meant.
     """
     if name is not None:
         card, measured = known_card(name)
@@ -48,30 +51,24 @@ def place_of(name: str | None, memory: int | None, table: MeasuredTable) -> Plac
     elif memory is not None:
         card, measured = KNOWN_CARDS["H200"]
     else:
-        raise ValueError(
+        raise TargetError(
             f"there is no GPU here to plan for: give --card ({', '.join(KNOWN_CARDS)}), --device-memory SIZE for a "
             "part of an H200, or --device cpu"
         )
     if memory is not None:
         card, measured = replace(card, memory=memory), True
-    return Place(card, measured, _installed() or table.software, table)
+    return Place(card, measured, Software.installed() or table.software, table)
 
 
-def _installed() -> Software | None:
-    """The versions here; None if they are not those of a machine with GPUs."""
-    if torch.version.cuda is None:
-        return None
-    try:
-        return Software(torch=torch.__version__.partition("+")[0], flashinfer=version("flashinfer-python"))
-    except PackageNotFoundError:
-        return None
+Adviser = Callable[[Allowance, int], str]
+"""Says what to change for an allowance, if a lane needs so many bytes in all."""
 
 
 @dataclass(frozen=True)
 class _Sizer(PoolSizer):
     """A lane's own sizer, with advice from elsewhere."""
 
-    adviser: Callable[[Allowance, int], str]
+    adviser: Adviser
 
     def advice(self, needed: int) -> str:
         """See `PoolSizer`."""
@@ -82,39 +79,38 @@ class CudaPlanner:
     """Plans lanes of one model in one place."""
 
     def __init__(self, model: ModelConfig, place: Place) -> None:
-        """Raises `ValueError` for a card that is too old."""
-        check_card(place.card.name, *place.card.capability)
         self._model = model
         self._place = place
 
     def outcome(self, config: CoreConfig) -> Outcome:
         """The lane's parts, and its pool or why it has none. Raises `ValueError` for settings that no card helps."""
         design, rest = self._design(config), self.estimate(config).rest
+        allowance = Allowance.of(config, self._place.card.memory, 0)
         changes: list[Change] = []
+        hopeless: list[str] = []
 
         def adviser(allowance: Allowance, needed: int) -> str:
             changes.extend(self._changes(config, allowance, needed))
             if changes:
-                return f"what works: {', or '.join(in_words(change) for change in changes)}"
-            where = "gpu_memory_limit" if allowance.limited else "the card"
-            missing = needed - allowance.own
-            return f"no setting makes it fit: take a smaller model, or {where} {missing / MIB:.0f} MiB larger"
+                return f"settings that work: {len(changes)}"
+            hopeless.append(larger(allowance, needed - allowance.own))
+            return "no setting makes it fit"
 
-        budget, reason, own = None, None, 0
+        budget, reason = None, None
         try:
-            own = Allowance.of(config, self._place.card.memory, 0).own
             budget = self._budget(config, adviser)
-        except (KvBudgetError, PlanError) as error:
+        except ValueError as error:
             reason = str(error)
         pool = 0 if budget is None else budget.bytes
         parts = MemoryPlan(**asdict(design.sizes), **msgspec.structs.asdict(rest), kv_pool=pool)
         return Outcome(
             parts=parts.parts,
-            allowed=own,
+            allowed=allowance.own,
             context_limit=design.capacity.context_limit,
             capacity=None if budget is None else budget.capacity,
             reason=reason,
             changes=changes,
+            otherwise=hopeless,
         )
 
     def key(self, config: CoreConfig) -> Key:
@@ -126,32 +122,47 @@ class CudaPlanner:
         """Those parts. Raises `ValueError`."""
         return self._place.table.estimate(self.key(config))
 
-    def starts(self, config: CoreConfig) -> bool:
-        """Whether a lane of these settings starts."""
+    def tokens(self, config: CoreConfig) -> int:
+        """Tokens that the lane's KV cache holds; 0 if it does not start."""
         try:
-            self._budget(config, lambda allowance, needed: "")
+            return self._budget(config, lambda allowance, needed: "").capacity.tokens
         except ValueError:
-            return False
-        return True
+            return 0
+
+    def growth(self, config: CoreConfig, tokens: int) -> Change | None:
+        """The nearest setting with which the KV cache holds `tokens` tokens; None if there is none."""
+        for hundredths in _HUNDREDTHS:
+            change: Change = {"gpu_memory_utilization": hundredths / 100}
+            if hundredths / 100 > config.gpu_memory_utilization and self._holds(config, change, tokens):
+                return change
+        return None
+
+    def _holds(self, config: CoreConfig, change: Change, tokens: int) -> bool:
+        changed = msgspec.structs.replace(config, **change)
+        return (changed.max_chunk_tokens or 0) <= changed.max_step_tokens and self.tokens(changed) >= tokens
 
     def _design(self, config: CoreConfig) -> LaneDesign:
+        check_card(self._place.card.name, *self._place.card.capability)
         return design_lane(config, self._model, check_model(self._model, config.dtype), self._place.card)
 
-    def _budget(self, config: CoreConfig, adviser: Callable[[Allowance, int], str]) -> KvBudget:
+    def _budget(self, config: CoreConfig, adviser: Adviser) -> KvBudget:
         design, memory = self._design(config), self._place.card.memory
         taken = design.sizes.total + self.estimate(config).rest.total
         sizer = _Sizer(config, design, self._place.card, 0, adviser)
-        budget = sizer.budget(taken, max(0, memory - taken), GRANULE)
+        budget = sizer.budget(taken, max(0, memory - taken), self._place.granule)
         design.capacity.check_pool(budget.total_pages)
         return budget
 
-    def _changes(self, config: CoreConfig, allowance: Allowance, needed: int) -> list[Change]:
+    def _changes(self, config: CoreConfig, allowance: Allowance, needed: int) -> Iterator[Change]:
         """The nearest settings of which each starts, if the lane needs `needed` bytes in all."""
         # Memory is mapped in whole granules, of which one more may be needed.
-        missing, limit = needed + GRANULE - allowance.own, self._design(config).capacity.context_limit
-        ways = nearest_changes(config, limit, missing, self._needs, allowance)
-        ways += [{"kv_page_size": 64}, {"cuda_graphs": "off"}]
-        return [way for way in ways if self.starts(msgspec.structs.replace(config, **way))]
+        missing = needed + self._place.granule - allowance.own
+        limit = self._design(config).capacity.context_limit
+        ways: list[Change] = nearest_changes(config, limit, missing, self._needs, allowance)
+        ways += [{"kv_page_size": max(PAGE_SIZES)}, {"cuda_graphs": "off"}]
+        for way in ways:
+            if self._holds(config, way, 1):
+                yield way
 
     def _needs(self, config: CoreConfig) -> int:
         """Bytes of the lane with the smallest pool; more than there are for settings that contradict each other."""
