@@ -86,16 +86,19 @@ class MemoryReport:
         """Measured bytes by part and their `total`; parts that differ from the plan stand a second time, as planned."""
         report = {**self.measured.parts, "total": self.measured.total}
         for name, planned in self.planned.parts.items():
-            if planned != self.measured.parts[name]:
+            if planned != self.measured.parts.get(name, 0):
                 report[f"{name}_planned"] = planned
         return report
 
     def as_text(self) -> str:
-        """A table, one part a line."""
-        rows = [(name, planned, self.measured.parts[name]) for name, planned in self.planned.parts.items()]
-        rows.append(("total", self.planned.total, self.measured.total))
+        """A table, one part a line. What was not known beforehand has no planned size, and then neither has the sum."""
+        planned: dict[str, int | None] = dict(self.planned.parts)
+        rows = [(name, planned.get(name), size) for name, size in self.measured.parts.items()]
+        known = all(size is not None for _, size, _ in rows)
+        rows.append(("total", self.planned.total if known else None, self.measured.total))
         lines = [f"{'part':<12} {'planned MiB':>12} {'measured MiB':>13}"]
-        lines += [f"{name:<12} {planned / MIB:>12.1f} {measured / MIB:>13.1f}" for name, planned, measured in rows]
+        for name, size, measured in rows:
+            lines.append(f"{name:<12} {'-' if size is None else f'{size / MIB:.1f}':>12} {measured / MIB:>13.1f}")
         return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from engine.cuda.graphs import DecodeGraphs
 from engine.cuda.inputs import StepInputs
 from engine.cuda.kv_memory import KvMemory
 from engine.cuda.layout import AttentionCapacity, AttentionLayout
+from engine.cuda.measured import known_rest
 from engine.cuda.policy import has_xqa
 from engine.cuda.provision import provide
 from engine.cuda.self_check import check_planner
@@ -208,7 +209,8 @@ def create_cuda_lane(
             f"the GPU's memory ran out: {str(error).partition('. ')[0]}; lower max_step_tokens, max_bucket or "
             "context_limit, or take a smaller model"
         ) from error
-    planned = MemoryPlan(**asdict(build.design.sizes), kv_pool=provided.budget.bytes)
+    rest = known_rest(config, model, str(dtype).removeprefix("torch."), gpu.card.name)
+    planned = MemoryPlan(**asdict(build.design.sizes), kv_pool=provided.budget.bytes, **rest)
     log.info("the lane may take %s; other processes have %.0f MiB", build.sizer.allowance, gpu.others / MIB)
     return CudaLane(
         executor=provided.executor,

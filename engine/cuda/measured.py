@@ -131,6 +131,16 @@ def row(key: Key, memory: Mapping[str, int], source: str) -> dict[str, Any]:
     return made
 
 
+def known_rest(config: CoreConfig, model: ModelConfig, dtype: str, card: str) -> dict[str, int]:
+    """Bytes by part of what only a run tells, if a lane of this kind was measured; else nothing: bounds are no plan."""
+    software = Software.installed()
+    if software is None:
+        return {}
+    estimate = MeasuredTable.read().estimate(Key.of(config, model, dtype, software, card))
+    rest: dict[str, int] = msgspec.structs.asdict(estimate.rest) if estimate.known else {}
+    return rest
+
+
 class MeasuredTable:
     """Rows of measured lanes."""
 
