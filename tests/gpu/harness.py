@@ -33,6 +33,15 @@ def _shown(argument: str) -> str:
     return Path(argument).name if "/" in argument else argument
 
 
+def _card() -> str:
+    """The card's name, asked without a context of this process: scripts that measure memory start others."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "none: a rehearsal"
+
+
 def provenance() -> dict[str, Any]:
     """Commit, dirty flag, versions, card and command of this run.
 
@@ -45,7 +54,7 @@ def provenance() -> dict[str, Any]:
         "commit": commit,
         "dirty": dirty.lower() not in ("", "0", "false"),
         "command": " ".join(["python", "-m", f"tests.gpu.{Path(sys.argv[0]).stem}", *map(_shown, sys.argv[1:])]),
-        "card": torch.cuda.get_device_name(),
+        "card": _card(),
         "python": platform.python_version(),
         **{package: _version(package) for package in packages},
     }
