@@ -49,12 +49,13 @@ class CudaGpu:
     """The current CUDA device."""
 
     def __init__(self) -> None:
-        """Makes the process's context, and a stream for everything from now on: cuBLAS has a workspace of 32 MiB for
-        each stream, and the default one cannot be captured.
+        """Makes the process's context, and a stream for everything that this thread does from now on: cuBLAS has a
+        workspace of 32 MiB for each stream, and the default one cannot be captured.
         """
         others = None if torch.cuda.is_initialized() else used_by_others(0)  # type: ignore[no-untyped-call]
         self.device = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        if torch.cuda.current_stream(self.device) == torch.cuda.default_stream(self.device):
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         torch.zeros(1, device=self.device)
         _, total = torch.cuda.mem_get_info(self.device)
         self.card = replace(Card.present(self.device), memory=total)

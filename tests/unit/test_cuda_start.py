@@ -9,10 +9,15 @@ import torch
 
 from engine.config import CoreConfig
 from engine.cuda import provision
+from engine.cuda.executor import CudaExecutor
 from engine.cuda.kv_memory import SCRATCH_PAGES
-from engine.cuda.lane import CudaLane, create_cuda_lane
+from engine.cuda.lane import CudaBuild, CudaLane, create_cuda_lane
 from engine.ladder import Ladder
+from engine.messages import Sampling
+from engine.plan import PlanError
+from engine.step import Chunk, RowStart, StepPlan
 from kv.budget import KvBudgetError
+from kv.table import TableUpdate
 from tests.cuda_on_cpu import CudaDriver
 from tests.fake_gpu import GRANULE, MIB, FakeGpu, driven, stand_in
 from tests.models import tiny_model
@@ -127,6 +132,26 @@ def test_everything_that_runs_before_the_pool_has_memory_lies_on_one_page(
     assert {update.page for plan in seen for update in plan.table} == {SCRATCH_PAGES - 1}
     assert max(plan.tokens for plan in seen) == SETTINGS["max_step_tokens"]
     assert {len(plan.chunks) for plan in seen} == {0, 1, 2}
+
+
+def test_a_step_on_a_page_without_memory_is_refused_until_there_is(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that wrote there would end the process."""
+    step = StepPlan(0, [RowStart(0, Sampling())], [TableUpdate(0, 0, SCRATCH_PAGES)], [], [], [Chunk(0, 0, [1], True)])
+    capture = CudaBuild.capture
+    early: list[CudaExecutor] = []
+
+    def capturing(build: CudaBuild, executor: CudaExecutor) -> int | None:
+        early.append(executor)
+        with pytest.raises(PlanError, match="page of row 0 is 2, but at most 1 fit"):
+            executor.launch(step)
+        return capture(build, executor)
+
+    monkeypatch.setattr(CudaBuild, "capture", capturing)
+    lane = start(model, FakeGpu())
+    assert early == [lane.executor]
+    lane.executor.collect(lane.executor.launch(step))
 
 
 def test_a_limit_is_the_lanes_own_and_torch_is_held_to_it(model: Path) -> None:
