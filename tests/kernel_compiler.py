@@ -16,7 +16,8 @@ from triton.runtime.jit import JITFunction
 from engine.kernels.logprobs import LogprobColumns, LogprobOutputs, read_logprobs
 from engine.kernels.penalize import PenaltyColumns, count, mark, penalize
 from engine.kernels.rope_append import rope_append
-from engine.kernels.sample import SampleColumns, SampleSpace, sample, space_shapes
+from engine.kernels.sample import SampleColumns, sample
+from engine.kernels.sample_space import SampleSpace, space_shapes
 from engine.kernels.step_head import write_step
 
 TARGETS = (80, 90)

@@ -13,13 +13,13 @@ class DeviceSampler:
     @staticmethod
     def reserve(buffers: Buffers, rows: int, vocab: int) -> None:
         """Plan the scratch for up to `rows` rows at once."""
-        from engine.kernels.sample import space_shapes
+        from engine.kernels.sample_space import space_shapes
 
         for name, (shape, dtype) in space_shapes(rows, vocab).items():
             buffers.reserve(f"sample_{name}", shape, getattr(torch, dtype))
 
     def __init__(self, buffers: Buffers) -> None:
-        from engine.kernels.sample import SampleSpace
+        from engine.kernels.sample_space import SampleSpace
 
         self.space = SampleSpace(*(buffers.take(f"sample_{name}") for name in SampleSpace._fields))
 

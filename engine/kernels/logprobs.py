@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.sample import WARPS, SampleColumns, SampleSpace, candidate_sizes, gather_candidates
+from engine.kernels.sample import WARPS, SampleColumns, candidate_sizes, gather_candidates
 from engine.kernels.sample_search import extent, nth, rank_few
+from engine.kernels.sample_space import SampleSpace
 
 
 class LogprobColumns(NamedTuple):

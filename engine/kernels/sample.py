@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.sample_bins import BINS, STATE, begin_search, search_rows
+from engine.kernels.sample_bins import begin_search, search_rows
 from engine.kernels.sample_search import (
     INTEREST,
     draw_of_few,
@@ -27,57 +27,14 @@ from engine.kernels.sample_search import (
     value,
     weigh,
 )
+from engine.kernels.sample_space import BINS, GROUP, TILE, SampleSpace
 
-GROUP = 128
-"""Tokens whose largest logit the first pass keeps: a top_k up to vocabulary / 128 bounds the candidates from these."""
-TILE = 4096
-"""Tokens of a program of the two passes over all logits: 16 KiB."""
 FEW = 1024
 """Candidates that are compared each with each."""
-MANY = 8192
-"""Candidates of a row, or tokens of a bin, that are kept; a bin with more is searched in the logits."""
 _STEP = 8
 _BLOCK = 1024
 WARPS = 16
 """Of a program that has a row's candidates to itself."""
-
-
-class SampleSpace(NamedTuple):
-    """Device memory that `sample` works in, for `rows` rows or more; see `space_shapes`."""
-
-    maxima: Tensor
-    tops: Tensor
-    reach: Tensor
-    rates: Tensor
-    counts: Tensor
-    tile_weights: Tensor
-    values: Tensor
-    ids: Tensor
-    scales: Tensor
-    searches: Tensor
-    members: Tensor
-    bin_counts: Tensor
-    bin_weights: Tensor
-
-
-def space_shapes(rows: int, vocab: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each tensor of a `SampleSpace`."""
-    many = min(MANY, triton.next_power_of_2(vocab))
-    return {
-        "maxima": ((rows, triton.cdiv(vocab, GROUP)), "int32"),
-        "tops": ((rows,), "float32"),
-        "reach": ((rows,), "float32"),
-        "rates": ((rows,), "float32"),
-        "counts": ((rows,), "int32"),
-        "tile_weights": ((rows, triton.cdiv(vocab, TILE)), "int64"),
-        "values": ((rows, many), "float32"),
-        "ids": ((rows, many), "int32"),
-        "scales": ((rows,), "float32"),
-        "searches": ((rows, STATE), "int64"),
-        "members": ((rows,), "int32"),
-        "bin_counts": ((rows, BINS), "int32"),
-        "bin_weights": ((rows, BINS), "int64"),
-    }
 
 
 class SampleColumns(NamedTuple):

@@ -27,21 +27,16 @@ from engine.kernels.sample_search import (
     rank_few,
     weigh,
 )
+from engine.kernels.sample_space import BINS, STATE, SampleSpace
 
 if TYPE_CHECKING:
-    from engine.kernels.sample import SampleColumns, SampleSpace
+    from engine.kernels.sample import SampleColumns
 
-BINS = 4096
-"""A bin is 0.007 temperatures wide at most: of 150,000 normally distributed logits, 400 lie in the fullest one."""
 PROGRAMS = 1024
 """Programs of a pass over all logits, or one for each row where the rows are more."""
 PASS_TILE = 2048
 """Tokens that such a program reads at once: with 4096 it needs 170 registers, and one fits on an SM."""
 SEARCHES = 3
-STATE = 6
-"""Of a row's search: weight kept so far, bound, number or weight before the bin, weight before it, bin, weight that
-min-p keeps. The bin is -1 where nothing crosses the bound.
-"""
 _STATE = tl.constexpr(STATE)
 _MASS = tl.constexpr(0)
 _TARGET = tl.constexpr(1)

@@ -10,6 +10,7 @@ from engine.cuda.arena import DeviceArena
 from engine.cuda.logprobs import MOST, DeviceLogprobs, Sizes, packed
 from engine.cuda.sampling import DeviceSampler
 from engine.kernels import sample as kernels
+from engine.kernels import sample_space
 from engine.messages import Sampling
 from engine.penalties import penalize
 from engine.plan import PlanError
@@ -170,7 +171,7 @@ def test_log_probabilities_of_a_prompt(top: int) -> None:
 @pytest.mark.parametrize("limits", [(1024, 8192), (4, 2048), (4, 8)], ids=["few", "many", "more"])
 def test_log_probabilities_among_equal_logits(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]) -> None:
     monkeypatch.setattr(kernels, "FEW", limits[0])
-    monkeypatch.setattr(kernels, "MANY", limits[1])
+    monkeypatch.setattr(sample_space, "MANY", limits[1])
     logits = random_logits(3, 300).round()
     logits[1] = 0.0
     logits[2, 5] = -torch.inf

@@ -11,7 +11,9 @@ from torch import Tensor
 import tests.interpreter  # noqa: F401
 from engine.cpu.arena import Arena
 from engine.kernels import sample as kernels
-from engine.kernels.sample import SampleColumns, SampleSpace, sample, space_shapes
+from engine.kernels import sample_space
+from engine.kernels.sample import SampleColumns, sample
+from engine.kernels.sample_space import SampleSpace, space_shapes
 from engine.sampling import Sampler, SamplingRows, uniform
 
 VOCAB = 700
@@ -50,7 +52,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Candidates are compared, searched, or not gathered at all, whatever their number."""
     if request.param != "few":
         monkeypatch.setattr(kernels, "FEW", 2)
-        monkeypatch.setattr(kernels, "MANY", 2048 if request.param == "many" else 4)
+        monkeypatch.setattr(sample_space, "MANY", 2048 if request.param == "many" else 4)
 
 
 def new_space(rows: int, vocab: int) -> SampleSpace:
@@ -231,7 +233,7 @@ def test_logits_that_are_not_finite_give_some_token_of_the_vocabulary() -> None:
 
 def test_the_search_ends_on_the_last_of_many_equals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "FEW", 2)
-    monkeypatch.setattr(kernels, "MANY", 2)
+    monkeypatch.setattr(sample_space, "MANY", 2)
     logits = torch.zeros(3, 700)
     rules, positions = [Rule(1.0), Rule(1.0, 600), Rule(1.0, 0, 0.5)], [0, 1, 2]
     numbers = uniform(torch.full((3,), 42), torch.arange(3)).tolist()
