@@ -74,7 +74,7 @@ def storages(root: object, depth: int = _DEPTH, seen: set[int] | None = None) ->
         yield from storages(child, depth - 1, seen)
 
 
-def device_bytes(root: object, without: Mapping[int, int] = {}) -> int:  # noqa: B006 (never written to)
+def device_bytes(root: object, without: Mapping[int, int] = {}) -> int:
     """Bytes of the device storages that `root` reaches, each once, but for those `without`."""
     return sum(size for address, size in dict(storages(root)).items() if address not in without)
 
