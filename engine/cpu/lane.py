@@ -94,16 +94,6 @@ def create_cpu_lane(
     )
 
 
-def context_limit(config: CoreConfig, model: ModelConfig) -> int:
-    """Longest sequence in tokens that settings and model allow. Raises `ValueError` if the settings want more."""
-    if config.context_limit is not None and config.context_limit > model.context_limit:
-        raise ValueError(
-            f"context_limit is {config.context_limit} tokens, but the model was made for {model.context_limit}: "
-            f"lower it, or leave it out to take {model.context_limit}"
-        )
-    return config.context_limit or model.context_limit
-
-
 def design_lane(config: CoreConfig, model: ModelConfig) -> LaneDesign:
     """The lane that `config` asks for. Raises `KvBudgetError`, `PlanError` or another `ValueError`."""
     name = "float32" if config.dtype == "auto" else config.dtype
@@ -114,7 +104,7 @@ def design_lane(config: CoreConfig, model: ModelConfig) -> LaneDesign:
     capacity = PlanCapacity(
         max_bucket=config.max_bucket,
         max_step_tokens=config.max_step_tokens,
-        context_limit=servable_length(context_limit(config, model), budget.capacity),
+        context_limit=servable_length(model.context_for(config.context_limit), budget.capacity),
         page_size=geometry.page_size,
         heads=model.heads,
         kv_heads=model.kv_heads,

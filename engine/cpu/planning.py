@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from engine.config import CoreConfig
-from engine.cpu.lane import LaneDesign, context_limit, design_lane
+from engine.cpu.lane import LaneDesign, design_lane
 from engine.memory import MIB, MemoryShortError
 from engine.models.config import ModelConfig
 from engine.planning import Change, Outcome
@@ -27,7 +27,7 @@ class CpuPlanner:
 
     def outcome(self, config: CoreConfig) -> Outcome:
         """The lane's parts, and its pool or why it has none. Raises `ValueError` for settings that no memory helps."""
-        limit, parts = context_limit(config, self._model), {}
+        limit, parts = self._model.context_for(config.context_limit), {}
         try:
             design = self._design(config)
             parts = design.memory.parts

@@ -109,7 +109,7 @@ def design_lane(
     capacity = PlanCapacity(
         config.max_bucket,
         config.max_step_tokens,
-        context_limit(config, model),
+        model.context_for(config.context_limit),
         geometry.page_size,
         model.heads,
         model.kv_heads,
@@ -122,16 +122,6 @@ def design_lane(
     reserve_logits(arena, capacity, model.vocab_size, model.hidden_size, dtype)
     plans = AttentionCapacity(capacity, card.sm_count, sm90=card.sm90, xqa=xqa)
     return LaneDesign(model, dtype, capacity, geometry, plans, weights, arena)
-
-
-def context_limit(config: CoreConfig, model: ModelConfig) -> int:
-    """Longest sequence in tokens that settings and model allow. Raises `ValueError` if the settings want more."""
-    if config.context_limit is not None and config.context_limit > model.context_limit:
-        raise ValueError(
-            f"context_limit is {config.context_limit} tokens, but the model was made for {model.context_limit}: "
-            f"lower it, or leave it out to take {model.context_limit}"
-        )
-    return config.context_limit or model.context_limit
 
 
 def lane_sizes(config: CoreConfig, model: ModelConfig, dtype: torch.dtype, card: Card) -> LaneSizes:

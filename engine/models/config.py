@@ -59,6 +59,15 @@ class ModelConfig:
         """Query heads that share one KV head."""
         return self.heads // self.kv_heads
 
+    def context_for(self, setting: int | None) -> int:
+        """Longest sequence in tokens with `context_limit: setting`. Raises `ValueError` if that is beyond the model."""
+        if setting is not None and setting > self.context_limit:
+            raise ValueError(
+                f"context_limit is {setting} tokens, but the model was made for {self.context_limit}: "
+                f"lower it, or leave it out to take {self.context_limit}"
+            )
+        return setting or self.context_limit
+
 
 class _RawConfig(RopeFields, kw_only=True):
     """The keys of config.json that matter; the rest neither changes a logit nor the shape of a tensor."""
