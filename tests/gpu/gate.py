@@ -1,6 +1,6 @@
 """The golden gate on the GPU: the lane's logits against `transformers` in float32 on the same card.
 
-    python -m tests.gpu.gate qwen3-4b [qwen3-8b ...] [--dtype float16] [--graphs] [--quick]
+    python -m tests.gpu.gate qwen3-4b [qwen3-8b ...] [--dtype float16] [--no-graphs] [--quick]
     python -m tests.gpu.gate --model DIR_OR_GGUF [--dtype float16]
 
 The first form draws weights for a shape. The second takes a model's own, rounded
@@ -232,13 +232,15 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--quick", action="store_true", help="14 prompts instead of 50")
     parser.add_argument("--no-faults", action="store_true")
-    parser.add_argument("--graphs", action="store_true", help="decode steps as CUDA graphs, but for the faults")
+    parser.add_argument(
+        "--no-graphs", action="store_true", help="launch decode steps kernel by kernel; the faults' always are"
+    )
     parser.add_argument("--xqa", action="store_true", help="decode rows on XQA where it is the faster one")
     arguments = parser.parse_args()
     dtype = DTYPES[arguments.dtype]
     names = [*arguments.shapes, *([arguments.model.stem] if arguments.model else [])]
     marks = [*([arguments.dtype] if dtype == torch.float16 else []), *(["xqa"] if arguments.xqa else [])]
-    marks += ["graphs"] if arguments.graphs else []
+    marks += ["eager"] if arguments.no_graphs else []
     results = Results("-".join(["gate", *names, *marks]))
     for name in names:
         with results.part(f"{name}: all"), tempfile.TemporaryDirectory() as folder:
@@ -247,7 +249,7 @@ def main() -> None:
                 gate = drawn(results, name, Path(folder), dtype, arguments.quick)
             else:
                 gate = real(results, arguments.model, dtype, arguments.quick)
-            gate.subject = replace(gate.subject, xqa=arguments.xqa, graphs=arguments.graphs)
+            gate.subject = replace(gate.subject, xqa=arguments.xqa, graphs=not arguments.no_graphs)
             run(gate, known, not arguments.no_faults)
             del gate
         torch.cuda.empty_cache()
