@@ -1,6 +1,6 @@
 """Decode steps as CUDA graphs against the same steps launched kernel by kernel, and what graphs cost and save.
 
-    python -m tests.gpu.check_graphs [--shape qwen3-4b] [--only equal,long,lag,time,idle,allocations,faults]
+    python -m tests.gpu.check_graphs [--shape qwen3-4b] [--only equal,second,long,lag,time,idle,allocations,faults]
 
 `long` feeds both sides the same tokens for 600 steps and holds the graphs' logits against the other's. The bound is
 what bfloat16 itself is off in the golden gate: 7 rows in a bucket of 8 take other matrix products than 7 rows.
@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.config import CoreConfig
 from engine.cuda.executor import CudaExecutor
 from engine.cuda.gpu import CudaGpu
-from engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphKey
+from engine.cuda.graphs import DecodeGraphs, GraphKey
 from engine.cuda.inputs import StepInputs
 from engine.cuda.lane import CudaBuild, prepare
 from engine.ladder import Ladder
@@ -44,6 +44,7 @@ MAX_BUCKET = 256
 PAGE_SIZE = 16
 PAGES = 21000
 TOKENS = 600
+SECOND_STEPS = 60
 
 
 class Side(CudaDriver):
@@ -209,8 +210,7 @@ def follow(sides: tuple[Side, Side], rows: Sequence[list[Row]], steps: int, ever
 def uncaptured(pair: Pair) -> Iterator[None]:
     """The eager side computes in buckets too, by the same launches, but without graphs."""
     ladder = Ladder.of(MAX_BUCKET)
-    assert pair.build.capture_stream is not None
-    pair.eager.graphs = DecodeGraphs(ladder, CudaRecorder(pair.build.device, pair.build.capture_stream))
+    pair.eager.graphs = DecodeGraphs(ladder, pair.build.gpu.recorder())
     try:
         yield
     finally:
@@ -235,6 +235,79 @@ def check_equal(results: Results, pair: Pair) -> None:
                 missed_graphs=pair.graphs.graphs.eager,
                 **distance.report(),
             )
+
+
+ASKING = (
+    Sampling(),
+    Sampling(temperature=0.8, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, seed=3),
+    Sampling(logprobs=4),
+    Sampling(temperature=0.6, top_p=0.95, top_k=20, seed=5),
+    Sampling(frequency_penalty=0.5, logprobs=0),
+)
+
+
+def asking_texts(side: Side, rows: int, steps: int) -> tuple[list[list[int]], list[Any]]:
+    """What rows that ask for penalties and log probabilities generate: tokens, and log probabilities of each step."""
+    side.executor.tap = None
+    generator = torch.Generator().manual_seed(9)
+    vocab = side.executor.parts.decoder.parts.config.vocab_size
+    made = []
+    for place, length in enumerate(mixed_lengths(rows)):
+        row = side.start(place * 37 % MAX_BUCKET, sampling=ASKING[place % len(ASKING)])
+        # The driver tells the executor of no prompt: rows with a repetition penalty know their outputs alone.
+        side.step([], [(row, torch.randint(10, vocab, (length,), generator=generator).tolist(), True)])
+        made.append(row)
+    logprobs = [side.step(made).logprobs for _ in range(steps)]
+    return [row.tokens for row in made], logprobs
+
+
+def check_second(results: Results, pair: Pair) -> None:
+    """The graphs for penalties and log probabilities compute what their launches compute.
+
+    One side after the other: what the sampler knows of a row lies where both have it.
+    """
+    for rows in (1, 5, 9, 64, 250):
+        with results.part(f"second graphs, {rows} rows: ran"), uncaptured(pair):
+            eager, own = pair.sides()
+            assert pair.eager.graphs is not None
+            assert pair.graphs.graphs is not None
+            missed, replayed = pair.graphs.graphs.eager, Replays(pair.graphs.graphs)
+            right = asking_texts(eager, rows, SECOND_STEPS)
+            with replayed.counted():
+                mine = asking_texts(own, rows, SECOND_STEPS)
+            results.emit(
+                f"second graphs, {rows} rows",
+                ok=right == mine
+                and replayed.count == SECOND_STEPS
+                and pair.graphs.graphs.eager == missed
+                and any(right[1]) is (rows > 2),
+                same_tokens=right[0] == mine[0],
+                same_logprobs=right[1] == mine[1],
+                steps=SECOND_STEPS,
+                replays=replayed.count,
+                missed_graphs=pair.graphs.graphs.eager - missed,
+                steps_with_logprobs=sum(map(bool, mine[1])),
+            )
+
+
+class Replays:
+    """Counts the steps that go through one lane's graphs."""
+
+    def __init__(self, graphs: DecodeGraphs) -> None:
+        self.graphs = graphs
+        self.count = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """While this lasts."""
+        right = DecodeGraphs.run
+
+        def run(graphs: DecodeGraphs, *arguments: Any) -> None:
+            self.count += graphs is self.graphs
+            right(graphs, *arguments)
+
+        with patch.object(DecodeGraphs, "run", run):
+            yield
 
 
 def check_long(results: Results, pair: Pair) -> None:
@@ -440,6 +513,7 @@ def _kernel(key: GraphKey) -> object:
 
 CHECKS = {
     "equal": check_equal,
+    "second": check_second,
     "time": check_time,
     "idle": check_idle,
     "allocations": check_allocations,

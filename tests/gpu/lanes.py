@@ -62,6 +62,8 @@ def build(
         max_bucket=max_bucket,
         max_step_tokens=max_step_tokens,
         context_limit=subject.context_limit,
+        # The reference's weights lie beside it.
+        gpu_memory_utilization=0.97,
     )
     model = load_model_config(subject.directory)
     made = prepare(config, model, subject.dtype, CudaGpu(), subject.load, xqa=subject.xqa)
