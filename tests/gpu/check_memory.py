@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from engine.cuda.cards import KNOWN_CARDS
 from engine.cuda.measured import TABLE, MeasuredTable, Row
 from engine.models.config import load_model_config
 from engine.planning import LanePlan, Target, plan_lane
@@ -201,12 +202,8 @@ def planned(case: Case, found: dict[str, Any], table: Path, folder: Path) -> Lan
     """The plan of a lane, for the card that it started on."""
     directory = rehearsal.model_directory(case.shape, folder / "model")
     config = rehearsal.config_of(directory, **case.changes)
-    total = found.get("card_bytes") or KNOWN_BYTES
+    total = found.get("card_bytes") or KNOWN_CARDS["H200"].card.memory
     return plan_lane(config, load_model_config(directory), Target("H200", total), table)
-
-
-KNOWN_BYTES = 150_109_880_320
-"""Of an H200 as its driver reports them; for lanes that refused and so did not say."""
 
 
 def main() -> None:

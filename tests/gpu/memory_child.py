@@ -4,6 +4,7 @@ python -m tests.gpu.memory_child '{"shape": "qwen3-4b", "changes": {"kv_page_siz
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -157,7 +158,9 @@ def measured_row(config: CoreConfig, directory: Path, memory: dict[str, int]) ->
         return None
     software = Software(torch=torch.__version__.partition("+")[0], flashinfer=metadata.version("flashinfer-python"))
     key = Key.of(config, load_model_config(directory), config.dtype, software, torch.cuda.get_device_name())
-    return row(key, memory, "tests/gpu/results/memory.jsonl")
+    return row(
+        key, memory, f"tests/gpu/results/memory.jsonl at {os.environ.get('PAGELANE_COMMIT', 'an unknown commit')[:7]}"
+    )
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.gpu import rehearsal
 from tests.gpu.harness import Results
 
 FIRST_TOKEN_S = 15.0
@@ -80,6 +81,8 @@ def main() -> None:
         return
     from tests.gpu.serve import SETTINGS, model_directory
 
+    if arguments.rehearse:
+        rehearsal.enter()
     results = Results("startup")
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = SETTINGS
