@@ -97,6 +97,7 @@ def serve(channel: Channel, build: Callable[[CoreConfig], "BuiltLane"] = build) 
         channel.send(Failed(f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"))
         return 1
     seconds = {**built.seconds, "total": time.monotonic() - began}
+    logging.info("started in %s", ", ".join(f"{phase} {passed:.1f} s" for phase, passed in seconds.items()))
     gc.collect()
     gc.freeze()
     channel.send(

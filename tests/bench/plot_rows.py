@@ -158,9 +158,13 @@ def _panel(own: Sequence[Bar], left: int, top: int) -> Iterator[str]:
             )
             yield (
                 f'<text x="{x + bar_width / 2:.1f}" y="{bottom - tall - 2:.1f}" font-size="7" '
-                f'text-anchor="middle">{bar.values[engine]:.3g}</text>'
+                f'text-anchor="middle">{_shown(bar.values[engine])}</text>'
             )
         yield f'<text x="{middle:.1f}" y="{bottom + 13}" font-size="9" text-anchor="middle">{bar.label}</text>'
+
+
+def _shown(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def main() -> None:

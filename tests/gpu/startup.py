@@ -62,7 +62,7 @@ def start(directory: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], li
     found = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not found:
         raise RuntimeError(f"exit {done.returncode}: {done.stderr[-1500:]}")
-    lines = [line for line in done.stderr.splitlines() if re.search(r"[0-9] s\b|KV cache|captured|phases|ready", line)]
+    lines = [line for line in done.stderr.splitlines() if re.search(r"[0-9] s\b|KV cache|captured|started in", line)]
     return json.loads(found[-1].removeprefix(MARK)), [line[-220:] for line in lines[:30]]
 
 
