@@ -89,10 +89,11 @@ class PoolSizer:
         """What the lane may take. Raises `KvBudgetError`."""
         return Allowance.of(self.config, self.card.memory, self.others)
 
-    def budget(self, taken: int, free: int, granule: int = 1) -> KvBudget:
+    def budget(self, taken: int, free: int, granule: int = 1, *, coming: int = 0) -> KvBudget:
         """The pool beside `taken` bytes of this process, of `free` bytes of the card, in multiples of `granule`.
 
-        The pool's own memory counts as free. Raises `KvBudgetError` if that is below the floor.
+        The pool's own memory counts as free. Raises `KvBudgetError` if that is below the floor; `coming` bytes that are
+        expected to be taken besides are no reason for that, but count in the advice.
         """
         geometry, needed = self.design.geometry, floor_bytes(self.config, self.design.geometry)
         room = max(0, min(self.allowance.own - taken, free) // granule * granule)
@@ -100,7 +101,8 @@ class PoolSizer:
             raise KvBudgetError(
                 f"the KV pool would get {room / MIB:.0f} MiB, but needs {needed / MIB:.0f} for max_step_tokens + "
                 f"max_bucket, {floor_tokens(self.config)} tokens: the lane may take {self.allowance}, and weights, "
-                f"buffers, graphs and the driver have {taken / MIB:.0f} MiB; {self._way_out(taken, free, needed)}"
+                f"buffers, graphs and the driver have {taken / MIB:.0f} MiB; "
+                + self._way_out(taken, free, needed + coming + granule - 1)
             )
         return KvBudget(geometry, min(room, most_pages(geometry, room) * geometry.page_bytes))
 

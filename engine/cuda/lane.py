@@ -253,8 +253,10 @@ def prepare(
     design = design_lane(config, model, dtype, card, device=device, xqa=xqa)
     sizer = PoolSizer(config, design, card, gpu.others)
     # A lower bound: what only a run tells comes on top.
-    taken = gpu.used() + design.sizes.total
-    sizer.budget(taken, card.memory - gpu.others - taken)
+    used = gpu.used()
+    taken = used + design.sizes.total
+    rest = sum(known_rest(config, model, design.geometry.dtype, card.name).values())
+    sizer.budget(taken, card.memory - gpu.others - taken, coming=max(0, rest - used))
     modules = load_modules(
         ModuleNeeds(model.head_dim, model.group, page_size, design.geometry.dtype, sm90=card.sm90, xqa=xqa)
     )

@@ -77,14 +77,14 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: CoreConfig, model: ModelConfig, dtype: str, software: Software, card: str) -> Self:
-        """The key of the lane that `config` asks for. Raises `LadderError`."""
+        """The key of the lane that `config` asks for, computing in `dtype`. Raises `LadderError`."""
         off = config.cuda_graphs == "off"
         return cls(
             card=card,
             torch=software.torch,
             flashinfer=software.flashinfer,
             shape=Shape.of(model),
-            dtype=dtype,
+            dtype=model.dtype if dtype == "auto" else dtype,
             ladder=() if off else tuple(Ladder.of(config.max_bucket, config.graph_buckets)),
             max_step_tokens=config.max_step_tokens,
         )

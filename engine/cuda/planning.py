@@ -155,9 +155,7 @@ class CudaPlanner:
 
     def _changes(self, config: CoreConfig, allowance: Allowance, needed: int) -> Iterator[Change]:
         """The nearest settings of which each starts, if the lane needs `needed` bytes in all."""
-        # Memory is mapped in whole granules, of which one more may be needed.
-        missing = needed + self._place.granule - allowance.own
-        limit = self._design(config).capacity.context_limit
+        missing, limit = needed - allowance.own, self._design(config).capacity.context_limit
         ways: list[Change] = nearest_changes(config, limit, missing, self._needs, allowance)
         ways += [{"kv_page_size": max(PAGE_SIZES)}, {"cuda_graphs": "off"}]
         for way in ways:
