@@ -230,7 +230,7 @@ def main() -> None:
     comparisons = {
         "decode": (compare_decode, rehearsal.scaled((1, 16, 32, 64), (1, 3)), 2 if few else 15),
         "ttft": (compare_ttft, rehearsal.scaled((69, 137, 273, 4096), (69, 100)), 2 if few else 25),
-        "pool": (compare_pool, rehearsal.scaled((64, 128), (3,)), 1 if few else 4),
+        "pool": (compare_pool, rehearsal.scaled((64, 128), (3,)), 1 if few else 3),
     }
     with results.part("all"), tempfile.TemporaryDirectory() as folder:
         sides = build_sides(Path(folder))

@@ -128,9 +128,10 @@ def loaded(built: BuiltLane, others: int, turns: int) -> tuple[Usage, dict[str, 
     limits = built.lane.scheduler.config
     mix = Mix(
         built.vocab_size,
-        streams=limits.max_bucket,
-        longest_prompt=min(1500, limits.servable_length // 3),
-        longest_output=min(200, limits.servable_length // 3),
+        # So that some 50 steps bring all rows to their outputs, which are longer than the rest of the run.
+        streams=limits.max_bucket + 8,
+        longest_prompt=min(1500, limits.max_step_tokens * 2 // 5, limits.servable_length // 3),
+        longest_output=min(600, limits.servable_length // 3),
         burst=10,
     )
     load = MixedLoad(built.lane, mix)
