@@ -114,6 +114,8 @@ def check_load(results: Results, name: str, lane: Lane, mix: Mix, turns: int) ->
     results.emit(
         f"steady: {name}",
         ok=not (any(taken.values()) or kernels or missed or eager or errors)
+        # Kernels that are counted at all; a rehearsal has none.
+        and before > 0
         and not own.get("allocations_after_warmup", 0)
         and not own.get("compilations_after_warmup", 0),
         turns=turns,

@@ -3,6 +3,8 @@
 import copy
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,18 @@ import pytest
 from engine.build import BuiltLane, build_lane
 from engine.config import CoreConfig
 from tests.bench.plot_rows import MODELS, OWN, PEER, TESTS, bars, picture, read, table
-from tests.gpu.check_memory import KV_TOKENS, MIB, SETTINGS, advised, judge
+from tests.gpu import check_memory
+from tests.gpu.check_memory import (
+    KV_TOKENS,
+    MIB,
+    SETTINGS,
+    Case,
+    Session,
+    advised,
+    check_limits,
+    check_plan,
+    judge,
+)
 from tests.gpu.load import Client, Mix, MixedLoad, on_pool
 from tests.gpu.page_table import raw_rows
 from tests.gpu.page_table import table as page_table
@@ -77,6 +90,44 @@ def test_growth_within_the_tolerance_is_green() -> None:
 
 def test_an_error_under_load_is_red() -> None:
     assert not judge(SETTINGS[0], {**found(), "load": {"errors": ["a step failed"]}})["ok"]
+
+
+class Lines:
+    """`Results` that keeps its lines."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, dict[str, Any]] = {}
+
+    def emit(self, check: str, **values: Any) -> None:
+        self.lines[check] = values
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        yield
+
+
+def test_a_refusal_is_followed_by_what_it_advises_and_by_page_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each lane that started is planned with what the others measured."""
+    started: list[dict[str, Any]] = []
+
+    def child(case: Case, turns: int) -> dict[str, Any]:
+        started.append(case.changes)
+        if case.changes.get("max_bucket") == 48:
+            row = {"card_bytes": 0, "build_s": 1.0, "seconds": {}, "others": 0, "row": None, "starts": True}
+            return {**found(), **row, "load": {"errors": [], "tokens": 9}}
+        return {"starts": False, "refused": "the KV pool would get 0 MiB; what works: max_bucket 48, or max_bucket 40"}
+
+    monkeypatch.setattr(check_memory, "child", child)
+    lines = Lines()
+    session = Session(lines, 10)  # type: ignore[arg-type]
+    check_limits(session, [Case("qwen3-4b", {"gpu_memory_limit": "12GiB"})])
+    limit = {"gpu_memory_limit": "12GiB"}
+    assert started == [limit, {**limit, "max_bucket": 48}, {**limit, "max_bucket": 48, "kv_page_size": 64}]
+    assert lines.lines["the advice works: qwen3-4b, gpu_memory_limit 12GiB"]["ok"]
+    assert lines.lines["page 64 starts, too: qwen3-4b, gpu_memory_limit 12GiB, max_bucket 48"]["ok"]
+    check_plan(session)
+    plans = [values for name, values in lines.lines.items() if name.startswith("plan: ")]
+    assert [plan["starts"] for plan in plans] == [False, True, True]
 
 
 @pytest.mark.parametrize(
