@@ -122,6 +122,8 @@ def _exercise(build: "CudaBuild", executor: CudaExecutor) -> _Taken | None:
     All rows lie on the scratch page, so that what this takes does not grow with the page size.
     """
     steps = list(_largest_steps(build.capacity))
+    # Lengths between these take the same kernels of cuBLAS, which the driver loads on first use.
+    _run(executor, [_chunks(build.capacity, 1, tokens) for tokens in _lengths(build.capacity)])
     _run(executor, steps)
     build.gpu.settle()
     before = build.gpu.held()
@@ -148,6 +150,13 @@ def _largest_steps(capacity: PlanCapacity) -> Iterator[StepPlan]:
     yield _chunks(capacity, rows, min(capacity.max_step_tokens // rows, capacity.context_limit))
     yield _chunks(capacity, 1, min(capacity.max_step_tokens, capacity.context_limit))
     yield StepPlan(2, [RowStart(row, Sampling()) for row in range(rows)], [], list(range(rows)), [2] * rows, [])
+
+
+def _lengths(capacity: PlanCapacity) -> list[int]:
+    """Powers of two and what lies halfway between them, below the largest chunk."""
+    longest = min(capacity.max_step_tokens, capacity.context_limit)
+    powers = [1 << power for power in range(longest.bit_length())]
+    return sorted(length for power in powers for length in {power, power + power // 2} if length < longest)
 
 
 def _chunks(capacity: PlanCapacity, rows: int, tokens: int) -> StepPlan:
