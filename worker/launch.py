@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from worker.config import ConfigError, WorkerConfig
@@ -20,6 +21,8 @@ from worker.process import REASON, Child, ChildConfig, start_child
 USAGE_ERROR = 2
 IMPORT_STOP_S = 2.0
 """How long an import may take to remove what it has written, in seconds."""
+_GPUS = Path("/proc/driver/nvidia/gpus")
+"""Where NVIDIA's driver has a folder for each GPU."""
 ROUTER_MODES = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
 
 
@@ -66,7 +69,8 @@ def usage() -> str:
         "Serve a model on this machine: a Dynamo frontend and N workers, until Ctrl-C.",
         "",
         "  --workers N (default 1)",
-        "      Workers to start. They share the machine's cores, unless --threads says how many each takes.",
+        "      Workers to start. They share the machine's cores, unless --threads says how many each takes, and get a",
+        "      GPU each of those that CUDA_VISIBLE_DEVICES names, or of all.",
         "  --port P (default 8000), --host H (default 127.0.0.1)",
         "      Where the OpenAI API listens. Everything else stays on loopback, on ports that are free.",
         f"  --router-mode MODE ({', '.join(ROUTER_MODES)}; default kv)",
@@ -84,6 +88,26 @@ def share_cores(config: UpConfig, cores: int) -> Sequence[str]:
     if config.workers == 1 or config.worker.threads is not None:
         return config.worker_flags
     return [*config.worker_flags, "--threads", str(max(1, cores // config.workers))]
+
+
+def visible_cards(environ: Mapping[str, str], driver: Path = _GPUS) -> Sequence[str]:
+    """The GPUs that workers may use, each as CUDA_VISIBLE_DEVICES would name it alone."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [card.strip() for card in named.split(",") if card.strip()]
+    return [str(number) for number in range(len(list(driver.iterdir())))] if driver.is_dir() else []
+
+
+def share_cards(config: UpConfig, cards: Sequence[str]) -> Sequence[str]:
+    """The GPU of each worker in turn. Raises `ConfigError` if two that must have a GPU would get the same one."""
+    if config.worker.device == "cpu" or config.workers == 1:
+        return ()
+    if config.worker.device == "cuda" and 0 < len(cards) < config.workers:
+        raise ConfigError(
+            f"--workers is {config.workers}, but this machine offers {len(cards)} GPU{'s' if len(cards) > 1 else ''} "
+            f"(CUDA_VISIBLE_DEVICES or the driver's list) and each worker takes one: lower --workers to {len(cards)}"
+        )
+    return cards
 
 
 def curl_line(url: str, model: str) -> str:
@@ -110,6 +134,7 @@ class Launcher:
             LocalConfig(
                 worker_flags=share_cores(config, cores),
                 workers=config.workers,
+                cards=share_cards(config, visible_cards(os.environ)),
                 host=config.host,
                 port=config.port,
                 router_mode=config.router_mode,
@@ -212,11 +237,11 @@ def complain(line: str) -> None:
 def main(argv: Sequence[str]) -> int:
     """`pagelane up`. Returns the exit code."""
     try:
-        config = parse(argv, os.environ)
+        launcher = Launcher(parse(argv, os.environ))
     except HelpRequested:
         sys.stdout.write(usage() + "\n")
         return 0
     except ConfigError as error:
         complain(str(error))
         return USAGE_ERROR
-    return asyncio.run(Launcher(config).run())
+    return asyncio.run(launcher.run())

@@ -51,6 +51,8 @@ class LocalConfig:
     worker_flags: Sequence[str] = ()
     """Command line of every worker."""
     workers: int = 1
+    cards: Sequence[str] = ()
+    """GPUs as CUDA_VISIBLE_DEVICES names them; the workers take turns. Empty leaves the choice to CUDA."""
     host: str = LOOPBACK
     """Address that the frontend listens on. Everything else stays on loopback."""
     port: int | None = None
@@ -168,6 +170,8 @@ class LocalStack:
         port = free_port(PORTS)
         variables = self.environment() | {"DYN_SYSTEM_HOST": LOOPBACK, "DYN_SYSTEM_PORT": str(port)}
         command = [*self.config.worker_command, *self.config.worker_flags, *flags]
+        if self.config.cards:
+            variables["CUDA_VISIBLE_DEVICES"] = self.config.cards[self._started % len(self.config.cards)]
         name = f"worker {self._started}"
         self._started += 1
         worker = LocalWorker(await self._start(name, command, variables | dict(environment or {})), port)

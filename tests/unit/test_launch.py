@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from worker.config import ConfigError
-from worker.launch import curl_line, parse, share_cores, usage
+from worker.launch import curl_line, parse, share_cards, share_cores, usage, visible_cards
 from worker.local import PORTS, LocalConfig, LocalError, LocalStack, PortTaken, check_port, free_port
 from worker.local import response_stream_host as stream_host
 from worker.process import ChildConfig, readable, start_child
@@ -84,6 +84,46 @@ def test_a_bad_flag_is_refused_with_what_is_allowed(flags: list[str], words: lis
 def test_workers_share_the_cores_unless_told(flags: list[str], cores: int, added: list[str]) -> None:
     config = parse(["--model", "m", *flags], {})
     assert share_cores(config, cores) == [*config.worker_flags, *added]
+
+
+def test_visible_cards_are_those_of_the_variable_or_of_the_driver(tmp_path: Path) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert visible_cards({}, tmp_path) == ["0", "1"]
+    assert visible_cards({}, tmp_path / "no driver") == []
+    assert visible_cards({"CUDA_VISIBLE_DEVICES": "3, GPU-5a"}, tmp_path) == ["3", "GPU-5a"]
+    assert visible_cards({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "cards", "shared"),
+    [
+        (["--workers", "2"], ["0", "1", "2"], ["0", "1", "2"]),
+        (["--workers", "2", "--device", "cuda"], ["4", "5"], ["4", "5"]),
+        (["--workers", "2", "--device", "cpu"], ["0", "1"], []),
+        (["--workers", "1"], ["0", "1"], []),
+        (["--workers", "2", "--device", "cuda"], [], []),
+    ],
+)
+def test_workers_take_turns_at_the_cards(flags: list[str], cards: list[str], shared: list[str]) -> None:
+    assert list(share_cards(parse(["--model", "m", *flags], {}), cards)) == shared
+
+
+def test_more_workers_than_cards_are_refused_with_both_numbers() -> None:
+    config = parse(["--model", "m", "--workers", "3", "--device", "cuda"], {})
+    with pytest.raises(ConfigError, match=r"--workers is 3, but this machine offers 2 GPUs .* lower --workers to 2"):
+        share_cards(config, ["0", "1"])
+
+
+async def test_each_worker_sees_its_own_card(tmp_path: Path) -> None:
+    lines: list[str] = []
+    show = (sys.executable, "-c", "import os; print('card', os.environ['CUDA_VISIBLE_DEVICES'])")
+    stack = LocalStack(LocalConfig(worker_command=show, cards=("4", "5"), on_line=lambda _, line: lines.append(line)))
+    stack._directory = tmp_path
+    for _ in range(3):
+        worker = await stack.add_worker(wait=False)
+        await worker.child.wait()
+    assert lines == ["card 4", "card 5", "card 4"]
 
 
 def test_the_help_shows_the_launchers_flags_and_the_workers() -> None:
