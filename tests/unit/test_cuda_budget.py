@@ -120,9 +120,7 @@ def test_each_setting_that_a_refusal_names_works_and_the_next_one_does_not(
 
 
 def test_a_model_that_no_setting_makes_fit_is_told_so(model: ModelConfig) -> None:
-    with pytest.raises(
-        KvBudgetError, match=r"no setting makes it fit: .* gpu_memory_limit that is \d+ MiB larger"
-    ):
+    with pytest.raises(KvBudgetError, match=r"no setting makes it fit: .* gpu_memory_limit that is \d+ MiB larger"):
         tokens(model, config(gpu_memory_limit="6GiB"))
 
 

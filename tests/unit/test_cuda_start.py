@@ -12,9 +12,10 @@ from engine.cuda import provision
 from engine.cuda.executor import CudaExecutor
 from engine.cuda.kv_memory import SCRATCH_PAGES
 from engine.cuda.lane import CudaBuild, CudaLane, create_cuda_lane
+from engine.cuda.sampling import DeviceSampler
 from engine.ladder import Ladder
 from engine.messages import Sampling
-from engine.plan import PlanError
+from engine.plan import PlanCapacity, PlanError
 from engine.step import Chunk, RowStart, StepPlan
 from kv.budget import KvBudgetError
 from kv.table import TableUpdate
@@ -26,6 +27,7 @@ SETTINGS: dict[str, Any] = {"max_bucket": 2, "max_step_tokens": 24, "context_lim
 GRAPHS = len(Ladder.of(2))
 TOKEN = 2 * 2 * 16 * 4
 """Bytes of a token of the tiny model in float32."""
+REAL_LENGTHS = provision._lengths
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +37,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed is held elsewhere: the likeliest token will do, and few lengths."""
+
+    def choose(_: Any, logits: torch.Tensor, inputs: Any, rows: slice, out: torch.Tensor) -> None:
+        out.copy_(logits.argmax(-1))
+
     stand_in(monkeypatch)
+    monkeypatch.setattr(DeviceSampler, "choose", choose)
+    monkeypatch.setattr(provision, "_lengths", lambda capacity: [5])
 
 
 def start(model: Path, gpu: FakeGpu, **settings: Any) -> CudaLane:
     return create_cuda_lane(CoreConfig(model=str(model), **{**SETTINGS, **settings}), model, gpu=gpu)
 
 
-def written(lane: CudaLane, prompt: int = 17, tokens: int = 18) -> list[int]:
+def written(lane: CudaLane, prompt: int = 14, tokens: int = 4) -> list[int]:
     """What two rows generate, over several pages."""
     driver = CudaDriver(driven(lane))
     rows = [driver.start(0), driver.start(1)]
@@ -132,6 +141,15 @@ def test_everything_that_runs_before_the_pool_has_memory_lies_on_one_page(
     assert {update.page for plan in seen for update in plan.table} == {SCRATCH_PAGES - 1}
     assert max(plan.tokens for plan in seen) == SETTINGS["max_step_tokens"]
     assert {len(plan.chunks) for plan in seen} == {0, 1, 2}
+
+
+def test_lengths_up_to_the_largest_chunk_are_run() -> None:
+    def lengths(max_step_tokens: int, context: int) -> list[int]:
+        return REAL_LENGTHS(PlanCapacity(2, max_step_tokens, context, 16, 4, 2, 16))
+
+    assert lengths(2048, 300) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    assert lengths(2048, 8192)[-3:] == [768, 1024, 1536]
+    assert lengths(2, 16) == [1]
 
 
 def test_a_step_on_a_page_without_memory_is_refused_until_there_is(
