@@ -57,6 +57,7 @@ class Channel:
 
     def drop(self, reason: str) -> None:
         """Go on without a message, and say so: the worker ends the requests that may have stood in it."""
+        reason = " ".join(reason.split())
         log.error("a message from the worker is dropped: %s", reason)
         self.send(Dropped(reason))
 

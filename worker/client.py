@@ -287,7 +287,7 @@ class CoreClient:
             case Dropped():
                 self._end_unanswered(message.reason)
             case Failed():
-                self._fail(" ".join(message.reason.split()))
+                self._fail(message.reason)
 
     def _take_step(self, step: StepOutput) -> None:
         streams = self._streams
@@ -374,6 +374,8 @@ class CoreClient:
     def _fail(self, reason: str, wedged: bool = False) -> None:
         if self._failure is not None or self._stopping:
             return
+        # Part of it may be what a broken core sent: it must stay one line of the log.
+        reason = " ".join(reason.split())
         self._failure = reason
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(CoreError(reason))

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine.config import CoreConfig
@@ -168,6 +168,7 @@ def serving_client(listener: Listener) -> CoreClient:
 
 @FUZZ
 @given(frames=st.lists(FROM_CORE, min_size=1, max_size=8))
+@example(frames=[b"\x81\xa4type\xa1\n"])
 def test_a_client_outlives_any_bytes_and_ends_every_stream_once(frames):
     failures: list[str] = []
 
