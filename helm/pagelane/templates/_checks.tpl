@@ -5,8 +5,15 @@
 {{- $f := .Values.frontend -}}
 {{- $config := $w.config -}}
 
+{{- if kindIs "map" $w.disaggregation -}}
+{{- $prefill := int $w.disaggregation.prefill -}}
+{{- $decode := int $w.disaggregation.decode -}}
+{{- if and (gt $prefill 0) (eq $decode 0) -}}
+{{- fail (printf "worker.disaggregation has %d workers for prefill and %d for decode: prompts would be computed and nothing generated; this version of Pagelane runs both on every worker: remove worker.disaggregation and set worker.replicas to %d" $prefill $decode $prefill) -}}
+{{- end -}}
+{{- end -}}
 {{- if not (kindIs "invalid" $w.disaggregation) -}}
-{{- fail (printf "worker.disaggregation is %s, but this version of Pagelane runs prefill and decode on the same worker only: remove worker.disaggregation" (toJson $w.disaggregation)) -}}
+{{- fail (printf "worker.disaggregation is %s, but this version of Pagelane runs prefill and decode on every worker: remove worker.disaggregation and set worker.replicas" (toJson $w.disaggregation)) -}}
 {{- end -}}
 
 {{- range $key := list "namespace" "component" "discovery_backend" -}}
@@ -40,7 +47,7 @@
 {{- if lt $step $bucket -}}
 {{- fail (printf "worker.config.max_step_tokens is %d and worker.config.max_bucket is %d, but a step must hold one token of every active request: raise max_step_tokens or lower max_bucket" $step $bucket) -}}
 {{- end -}}
-{{- if and (kindIs "float64" $config.max_chunk_tokens) (gt (int $config.max_chunk_tokens) $step) -}}
+{{- if gt (int $config.max_chunk_tokens) $step -}}
 {{- fail (printf "worker.config.max_chunk_tokens is %d and worker.config.max_step_tokens is %d, but a chunk must fit in a step: lower max_chunk_tokens or raise max_step_tokens" (int $config.max_chunk_tokens) $step) -}}
 {{- end -}}
 
