@@ -5,6 +5,7 @@
 #   install.sh deps    VARIANT PREFIX   a virtual environment with everything that Pagelane needs
 #   install.sh package VARIANT PREFIX   Pagelane itself, and configs/
 #   install.sh kernels VARIANT PREFIX   FlashInfer's modules for shapes/*, for cards of CUDA_ARCH; needs nvcc, no GPU
+#   install.sh trim    VARIANT PREFIX   without what nothing here reads: torch's headers, tests and their programs
 #   install.sh resolve VARIANT          what deps would install of the pins, as a list; installs nothing
 #
 # VARIANT is cpu or cuda. Run it in the root of the source tree. PYTHON names the interpreter of the environment,
@@ -26,13 +27,13 @@ uv() {
 }
 
 into() { # into ARGUMENTS...: install into the environment; each module is compiled, since a read-only root keeps no cache
-  uv pip install --quiet --compile-bytecode --no-cache --link-mode copy --python "$prefix/bin/python" "$@"
+  uv pip install --quiet --compile-bytecode --link-mode copy --python "$prefix/bin/python" "$@"
 }
 
 case $step in
 tools)
   "${PYTHON:-python3}" -m venv "$tools"
-  "$tools/bin/python" -m pip install --quiet --no-cache-dir --disable-pip-version-check --constraint $here/tools.txt uv
+  "$tools/bin/python" -m pip install --quiet --disable-pip-version-check --constraint $here/tools.txt uv
   ;;
 deps)
   "${PYTHON:-python3}" -m venv --without-pip "$prefix"
@@ -57,12 +58,18 @@ kernels)
   # FlashInfer compiles in the home directory and copies from there.
   rm -rf "${HOME:?}/.cache/flashinfer"
   ;;
+trim)
+  for torch in "$prefix"/lib/python3*/site-packages/torch; do
+    rm -rf "$torch/include" "$torch/test"
+    find "$torch/bin" -type f ! -name torch_shm_manager -delete
+  done
+  ;;
 resolve)
   uv pip compile --quiet --no-header --no-annotate --python-version 3.12 --python-platform x86_64-unknown-linux-gnu \
     $pins $links --extra $extra pyproject.toml
   ;;
 *)
-  echo "install.sh: STEP is $step, but must be tools, deps, package, kernels or resolve" >&2
+  echo "install.sh: STEP is $step, but must be tools, deps, package, kernels, trim or resolve" >&2
   exit 2
   ;;
 esac

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-SPARE = Path("/mnt")
+SPARE = Path("/media")
 """A folder that every system has, hidden in the sandbox's namespace alone: one of its own would stay behind."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
@@ -63,6 +63,20 @@ class Sandbox:
         space = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child=SIGKILL"]
         spec = json.dumps(asdict(self))
         return [*space, "--", sys.executable, "-I", str(Path(__file__).resolve()), spec, *argv]
+
+
+def inner(pid: int) -> int:
+    """Process id, on this machine, of the command that a sandbox runs whose `command` was started as process `pid`.
+
+    Raises `ProcessLookupError` if there is none yet or any more.
+    """
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        children = []
+    if not children:
+        raise ProcessLookupError(f"process {pid} runs no sandbox")
+    return int(children[0])
 
 
 def reason_against() -> str | None:
