@@ -9,7 +9,7 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
 # Wheels that the machine offers (a CPU build of torch, for instance) are taken before anything is downloaded.
 LINKS := $(if $(PIP_FIND_LINKS),$(foreach d,$(PIP_FIND_LINKS),--find-links $(d)))
 
-.PHONY: setup up test test-faults soak lint property bench clean
+.PHONY: setup up test test-faults soak lint property image-check bench clean
 
 setup: $(VENV)/.ready
 
@@ -46,6 +46,11 @@ property: setup
 # The long form of the fuzzers alone: socket, requests, configuration (a few thousand examples each, drawn anew).
 fuzz: setup
 	PAGELANE_LONG_PROPERTY_TESTS=1 $(BIN)/python -m pytest --timeout 3600 tests/property/test_fuzz_*.py
+
+# The image without a container engine: its Dockerfile read, the demo's image built by the Dockerfile's own commands and
+# started (a minute; the start needs root, and is left out with the reason where it cannot be).
+image-check: setup
+	$(BIN)/python -m helm.image.check
 
 bench: setup
 	$(BIN)/python -m pytest -m speed -s

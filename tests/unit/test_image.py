@@ -56,6 +56,11 @@ def test_a_planted_fault_is_found(old: str, new: str, complaint: str) -> None:
     assert any(complaint in line for line in found), found
 
 
+def test_make_checks_the_image() -> None:
+    done = subprocess.run(["make", "-n", "image-check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "-m helm.image.check" in done.stdout
+
+
 @pytest.mark.parametrize("text", ["ADD a b", "FROM a", "RUN a", "ARG A=1\nFROM a AS b\nRUN a \\"])
 def test_what_the_reader_does_not_know_is_refused(text: str) -> None:
     with pytest.raises(DockerfileError, match=r"line \d"):
