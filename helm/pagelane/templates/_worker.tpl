@@ -71,10 +71,6 @@
 {{- if eq .Values.mode "plain" }}
 - name: DYN_NAMESPACE_WORKER_SUFFIX
   value: {{ include "pagelane.pageSize" . | quote }}
-{{- else }}
-# Makes the operator roll, and renew the namespace, when the ConfigMap changes.
-- name: PAGELANE_CONFIG_CHECKSUM
-  value: {{ include "pagelane.workerYaml" . | sha256sum }}
 {{- end }}
 - name: DYN_SYSTEM_PORT
   value: {{ int .Values.worker.systemPort | quote }}
