@@ -9,7 +9,7 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
 # Wheels that the machine offers (a CPU build of torch, for instance) are taken before anything is downloaded.
 LINKS := $(if $(PIP_FIND_LINKS),$(foreach d,$(PIP_FIND_LINKS),--find-links $(d)))
 
-.PHONY: setup up test test-faults soak lint property image-check bench clean
+.PHONY: setup up test test-faults soak lint property helm-test image-check bench clean
 
 setup: $(VENV)/.ready
 
@@ -49,6 +49,10 @@ fuzz: setup
 
 # The image without a container engine: its Dockerfile read, the demo's image built by the Dockerfile's own commands and
 # started (a minute; the start needs root, and is left out with the reason where it cannot be).
+# The chart alone: rendered, linted, held against schemas, golden files and refusals (also part of `make test`).
+helm-test: setup
+	$(BIN)/python -m pytest tests/helm
+
 image-check: setup
 	$(BIN)/python -m helm.image.check
 

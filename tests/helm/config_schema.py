@@ -27,7 +27,7 @@ def worker_config_schema() -> dict[str, Any]:
     Helm drops a bare null from a user's values, so that a key that may be null also takes the word "null", as the
     worker's flags do; and a schema of alternatives has no message that says what is wrong, so there are none.
     """
-    schema = msgspec.json.schema(WorkerConfig)["$defs"]["WorkerConfig"]
+    schema: dict[str, Any] = msgspec.json.schema(WorkerConfig)["$defs"]["WorkerConfig"]
     properties = {key: _without_alternatives(field) for key, field in schema["properties"].items()}
     properties["kv_page_size"] = properties["kv_page_size"] | {"enum": list(PAGE_SIZES)}
     properties["endpoint_types"]["pattern"] = r"^\s*(chat|completions)\s*(,\s*(chat|completions)\s*)*$"
@@ -49,7 +49,7 @@ def _without_alternatives(field: dict[str, Any]) -> dict[str, Any]:
         return field
     if _NULL in alternatives:
         alternatives.remove(_NULL)
-    (kind,) = alternatives
+    kind: dict[str, Any] = alternatives[0]
     field.pop("default", None)  # null, which Helm would drop
     if "enum" in kind:
         return field | {"enum": [*kind["enum"], "null", None]}
