@@ -47,12 +47,12 @@ property: setup
 fuzz: setup
 	PAGELANE_LONG_PROPERTY_TESTS=1 $(BIN)/python -m pytest --timeout 3600 tests/property/test_fuzz_*.py
 
-# The image without a container engine: its Dockerfile read, the demo's image built by the Dockerfile's own commands and
-# started (a minute; the start needs root, and is left out with the reason where it cannot be).
 # The chart alone: rendered, linted, held against schemas, golden files and refusals (also part of `make test`).
 helm-test: setup
 	$(BIN)/python -m pytest tests/helm
 
+# The image without a container engine: its Dockerfile read, the demo's image built by the Dockerfile's own commands and
+# started (a minute; the start needs root, and is left out with the reason where it cannot be).
 image-check: setup
 	$(BIN)/python -m helm.image.check
 

@@ -128,7 +128,7 @@ def _discovery(objects: list[Object]) -> Iterator[str]:
             yield f"Service {service['metadata']['name']} publishes not-ready addresses: dead workers stay listed"
     if services:
         labelled = [s for s in services if s["metadata"]["labels"].get("nvidia.com/dynamo-discovery-enabled") == "true"]
-        found = {s["spec"]["selector"]["app.kubernetes.io/component"] for s in labelled}
+        found = {s["spec"]["selector"].get("app.kubernetes.io/component") for s in labelled}
         if "worker" not in found:
             yield "no Service over the workers has the label nvidia.com/dynamo-discovery-enabled: nothing is found"
 
