@@ -94,6 +94,25 @@ BY_TEMPLATE = [
         "worker.autoscaling.minReplicas is 9 and maxReplicas is 4: raise maxReplicas or lower minReplicas",
     ),
     (["worker.maxSurge=0"], "worker.maxSurge and worker.maxUnavailable are both 0: no worker could ever be replaced"),
+    (
+        ["worker.extraEnv[0].name=DYN_TCP_RPC_PORT", "worker.extraEnv[0].value=x"],
+        "worker.extraEnv sets DYN_TCP_RPC_PORT, which is set already: remove it, or use the value of the chart that "
+        "it comes from",
+    ),
+    (
+        ["frontend.extraEnv[0].name=A", "frontend.extraEnv[1].name=A"],
+        "frontend.extraEnv sets A, which is set already",
+    ),
+    (
+        ["worker.extraVolumes[0].name=cache"],
+        "worker.extraVolumes has a volume named cache, as the chart has: give it another name",
+    ),
+    (
+        ["worker.extraArgs={--kv-page-size=64}"],
+        "worker.extraArgs has --kv-page-size=64, but other objects of the chart follow from it: remove it, and set "
+        "worker.config.kv_page_size",
+    ),
+    (["worker.extraArgs={--namespace,x}"], "worker.extraArgs has --namespace, but other objects of the chart follow"),
     (["worker.rpcPort=9090"], "worker.systemPort and worker.rpcPort are both 9090: give them two ports"),
     (["frontend.port=9345"], "frontend.port and frontend.responseStreamPort are both 9345: give them two ports"),
 ]

@@ -52,6 +52,7 @@
 {{- end -}}
 
 {{- include "pagelane.modelChecks" . -}}
+{{- include "pagelane.extraChecks" . -}}
 {{- include "pagelane.modeChecks" . -}}
 {{- include "pagelane.portChecks" . -}}
 {{- end -}}
@@ -110,5 +111,31 @@
 {{- end -}}
 {{- if eq (int .Values.frontend.port) (int .Values.frontend.responseStreamPort) -}}
 {{- fail (printf "frontend.port and frontend.responseStreamPort are both %d: give them two ports" (int .Values.frontend.port)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Extras may add to what the chart sets, not set it again: of two variables of one name an API server takes neither. */}}
+{{- define "pagelane.extraChecks" -}}
+{{- range $component := list "frontend" "worker" -}}
+{{- $part := index $.Values $component -}}
+{{- $set := dict -}}
+{{- range fromYamlArray (include (printf "pagelane.%sEnv" $component) $) -}}{{- $_ := set $set .name true -}}{{- end -}}
+{{- range $part.extraEnv -}}
+{{- if hasKey $set .name -}}
+{{- fail (printf "%s.extraEnv sets %s, which is set already: remove it, or use the value of the chart that it comes from" $component .name) -}}
+{{- end -}}
+{{- $_ := set $set .name true -}}
+{{- end -}}
+{{- range $part.extraVolumes -}}
+{{- if has .name (list "config" "tmp" "shm" "cache" "model") -}}
+{{- fail (printf "%s.extraVolumes has a volume named %s, as the chart has: give it another name" $component .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range .Values.worker.extraArgs -}}
+{{- $key := trimPrefix "--" . | splitList "=" | first | replace "-" "_" -}}
+{{- if and (hasPrefix "--" .) (has $key (list "config" "kv_page_size" "namespace" "component" "discovery_backend" "drain_timeout_s" "model")) -}}
+{{- fail (printf "worker.extraArgs has %s, but other objects of the chart follow from it: remove it%s" . (ternary (printf ", and set worker.config.%s" $key) "" (has $key (list "kv_page_size" "drain_timeout_s" "model")))) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
