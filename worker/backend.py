@@ -357,6 +357,8 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
 
     def _probe_chunk(self) -> Chunk:
         self._refuse_if_going()
+        if self._leaving:  # still serving, but one green answer would bring the pod back into its Service
+            raise EngineShutdown("this worker was told to end")
         return final_chunk([], Finished(0, "stop", 1, 0, 0))
 
     def _refuse_if_going(self) -> None:

@@ -1,12 +1,13 @@
 """Runs a backend under Dynamo's Worker, and turns what can go wrong at the start into one line and an exit code."""
 
+import json
 import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -84,6 +85,18 @@ def check_system_port(environ: Mapping[str, str]) -> None:
             ) from None
 
 
+def make_health_tell_of(endpoint: str, environ: MutableMapping[str, str]) -> None:
+    """Have /live and /health tell of the endpoint that serves requests, a second after it does, unless `environ` says
+    otherwise.
+
+    Left alone, Dynamo counts every endpoint: the one for KV queries turns both green a moment before requests can be
+    served, and with canaries on the other turns them red again until the first canary, after 10 s. A startup probe that
+    looks in that moment hands the worker to a liveness probe that then kills it.
+    """
+    environ.setdefault("DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS", json.dumps([endpoint]))
+    environ.setdefault("DYN_CANARY_WAIT_TIME", "1")
+
+
 def tell_of_signals(backend: Backend) -> None:
     """Let `backend` know of the signals that end this process, before Dynamo takes them over: its handlers call those
     that they find.
@@ -134,6 +147,7 @@ def _serve(config: WorkerConfig, around: Surroundings | None) -> int:
     except (ValueError, OSError) as error:
         raise StartError(str(error)) from None
     backend = Backend(config, around)
+    make_health_tell_of(config.endpoint, os.environ)
     tell_of_signals(backend)
     try:
         uvloop.run(Worker(backend, dynamo).run())

@@ -481,6 +481,16 @@ async def test_the_canary_is_answered_past_the_queue(model):
         await asyncio.gather(*busy)
 
 
+async def test_a_worker_that_was_told_to_end_serves_on_but_its_health_stays_red(model):
+    async with started(model) as (backend, _):
+        payload = await backend.health_check_payload()
+        check_stream(await collect(backend, payload))
+        backend.leave()
+        check_stream(await collect(backend, request()))
+        with pytest.raises(EngineShutdown, match="told to end"):
+            await collect(backend, payload)
+
+
 async def test_running_requests_end_before_the_core_does(model):
     async with started(model, "--step-s", "0.01", drain_timeout_s=5) as (backend, _):
         running = asyncio.create_task(collect(backend, request(max_tokens=20)))

@@ -63,6 +63,16 @@ def test_no_system_port_is_no_error(port):
     serve.check_system_port({"DYN_SYSTEM_PORT": port})
 
 
+def test_health_tells_of_the_endpoint_that_serves_unless_it_is_set_otherwise():
+    environ: dict[str, str] = {}
+    serve.make_health_tell_of("generate", environ)
+    assert environ == {"DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": '["generate"]', "DYN_CANARY_WAIT_TIME": "1"}
+    chosen = {"DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": "[]", "DYN_CANARY_WAIT_TIME": "7"}
+    environ = dict(chosen)
+    serve.make_health_tell_of("generate", environ)
+    assert environ == chosen
+
+
 def test_help_is_no_error(capsys):
     assert cli.main(["worker", "--help"]) == 0
     assert "--kv-page-size" in capsys.readouterr().out
