@@ -36,7 +36,7 @@ BY_TEMPLATE = [
     ),
     (
         ["frontend.terminationGracePeriodSeconds=30"],
-        "frontend.terminationGracePeriodSeconds is 30, but preStopSeconds 5 and drainSeconds 30 together take 35",
+        "frontend.terminationGracePeriodSeconds is 30, but preStopSeconds 5 and drainSeconds 60 together take 65",
     ),
     (
         ["worker.disaggregation.prefill=2"],

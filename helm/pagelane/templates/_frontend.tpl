@@ -13,8 +13,6 @@
   value: {{ int .Values.frontend.responseStreamPort | quote }}
 - name: DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS
   value: {{ int .Values.frontend.errorPeekMs | quote }}
-- name: DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS
-  value: {{ int .Values.frontend.drainSeconds | quote }}
 {{- end -}}
 
 {{- define "pagelane.frontendPod" -}}
