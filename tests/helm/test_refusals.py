@@ -87,6 +87,10 @@ BY_TEMPLATE = [
         "worker.systemPort is 9091, but the operator of mode dynamo takes 9090",
     ),
     (["mode=dynamo", "frontend.port=8080"], "frontend.port is 8080, but the operator of mode dynamo takes 8000"),
+    (
+        ["mode=dynamo", "worker.config.endpoint=chat"],
+        'worker.config.endpoint is "chat", but the operator of mode dynamo has /health tell of generate: remove it',
+    ),
     (["mode=dynamo", "worker.kind=StatefulSet"], "worker.kind is StatefulSet, but with mode dynamo the operator"),
     (["mode=dynamo", "monitoring.scrape=service"], "monitoring.scrape is service, but with mode dynamo"),
     (

@@ -89,6 +89,10 @@
 {{- if ne (int .Values.frontend.port) 8000 -}}
 {{- fail (printf "frontend.port is %d, but the operator of mode dynamo takes 8000: leave it at 8000" (int .Values.frontend.port)) -}}
 {{- end -}}
+{{- $endpoint := .Values.worker.config.endpoint | default "generate" -}}
+{{- if ne $endpoint "generate" -}}
+{{- fail (printf "worker.config.endpoint is %q, but the operator of mode dynamo has /health tell of generate: remove it" $endpoint) -}}
+{{- end -}}
 {{- if eq .Values.worker.kind "StatefulSet" -}}
 {{- fail "worker.kind is StatefulSet, but with mode dynamo the operator makes the pods: set worker.kind to Deployment, or mode to plain" -}}
 {{- end -}}

@@ -30,7 +30,7 @@
 
 {{/* Grace period, drain, and 4 s to end the engine core (CORE_STOP_S + CORE_KILL_S of worker/config.py). */}}
 {{- define "pagelane.shutdownSeconds" -}}
-{{ add (ceil .Values.worker.gracePeriodSeconds | int) (include "pagelane.drainSeconds" .) 4 }}
+{{ add .Values.worker.gracePeriodSeconds (include "pagelane.drainSeconds" .) 4 }}
 {{- end -}}
 
 {{/* Dynamo ends a worker by force after this time. */}}

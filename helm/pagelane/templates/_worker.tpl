@@ -81,7 +81,7 @@
 - name: DYN_HEALTH_CHECK_ENABLED
   value: {{ .Values.worker.canary | quote }}
 - name: DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS
-  value: {{ .Values.worker.gracePeriodSeconds | quote }}
+  value: {{ int .Values.worker.gracePeriodSeconds | quote }}
 - name: DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT
   value: {{ include "pagelane.shutdownTimeout" . | quote }}
 {{ include "pagelane.cacheEnv" . }}
