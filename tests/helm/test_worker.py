@@ -135,18 +135,8 @@ def test_the_chart_knows_the_defaults_of_the_worker() -> None:
     """A key may be left out: what the templates take in its place is what the worker takes."""
     text = "".join(path.read_text() for path in (CHART / "templates").glob("*"))
     taken = dict(re.findall(r"\$?[cC]onfig\.(\w+) \| default \"?(\w+)\"?", text))
-    assert taken == {
-        key: "zmq" if key == "event_plane" else str(FIELDS[key].default)
-        for key in (
-            "kv_page_size",
-            "device",
-            "max_bucket",
-            "max_step_tokens",
-            "request_plane",
-            "event_plane",
-            "load_format",
-        )
-    }
+    keys = ("kv_page_size", "device", "max_bucket", "max_step_tokens", "request_plane", "load_format", "endpoint")
+    assert taken == {"event_plane": "zmq"} | {key: str(FIELDS[key].default) for key in keys}
     assert f"$drain = {FIELDS['drain_timeout_s'].default:.0f}" in text
     assert f'"pagelane.drainSeconds" .) {CORE_STOP_S + CORE_KILL_S:.0f} ' in text
 
