@@ -1,6 +1,7 @@
 """values.schema.json: made from the worker's config structs, of one mind with the worker and with values.yaml."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,13 @@ def test_every_value_is_known_to_the_schema_and_every_property_has_a_value() -> 
     assert set(config) <= set(FIELDS)
     expected = _properties(PARTS) - {"global"}
     assert {path for path in expected if not path.startswith("worker.config")} == _paths(values)
+
+
+def test_every_value_is_read_by_a_template() -> None:
+    templates = "".join(path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file())
+    awaited = {f"monitoring.{what}" for what in ("dashboard", "alerts") if not any((CHART / "files").glob(f"{what}.*"))}
+    values = {path for path in _properties(PARTS) if path != "global" and not path.startswith(tuple(awaited))}
+    assert [path for path in values if not re.search(rf"\.{path.rpartition('.')[2]}\b", templates)] == []
 
 
 def _properties(schema: dict[str, Any], prefix: str = "") -> set[str]:
