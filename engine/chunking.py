@@ -3,6 +3,8 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from engine.search import largest_fitting
+
 DECODE_STEPS_PER_CHUNK = 2.5
 """A step with chunks may always take so many times a decode-only step, else slow lanes would starve prompts."""
 
@@ -62,12 +64,9 @@ def chunk_budget(costs: StepCosts, limits: ChunkLimits, rows: int) -> int:
     if rows == 0 or room <= 0:
         return max(room, 0)
     allowed = max(limits.itl_target_s, DECODE_STEPS_PER_CHUNK * costs.of(rows, 0))
-    low, high = 0, room
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if costs.of(rows, middle) <= allowed else (low, middle - 1)
+    most = largest_fitting(0, room, lambda tokens: costs.of(rows, tokens) <= allowed) or 0
     least = -(-limits.min_chunk_tokens // limits.page_size) * limits.page_size
-    return min(room, max(low - low % limits.page_size, least))
+    return min(room, max(most - most % limits.page_size, least))
 
 
 def chunk_budgets(costs: StepCosts, limits: ChunkLimits, max_bucket: int) -> tuple[int, ...]:

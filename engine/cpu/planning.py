@@ -1,6 +1,6 @@
 """Plans a CPU lane by what builds one, and finds settings that the host's memory holds."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -9,6 +9,7 @@ from engine.cpu.lane import LaneDesign, design_lane
 from engine.memory import MIB, MemoryShortError
 from engine.models.config import ModelConfig
 from engine.planning import Change, Outcome
+from engine.search import largest_fitting
 from kv.budget import KvBudgetError, parse_size
 
 _GRID = {"max_step_tokens": 16, "max_bucket": 1}
@@ -32,13 +33,17 @@ class CpuPlanner:
             design = self._design(config)
             parts = design.memory.parts
             design.memory.check_host(self._available)
-        except (KvBudgetError, MemoryShortError) as error:
-            return Outcome(parts, self._available, limit, None, str(error), list(self._changes(config)))
+        except KvBudgetError as error:
+            changes = list(self._changes(config, self.growth(config, 1)))
+            return Outcome(parts, self._available, limit, None, str(error), changes)
+        except MemoryShortError as error:
+            changes = list(self._changes(config, self._smaller(config)))
+            return Outcome(parts, self._available, limit, None, str(error), changes)
         return Outcome(parts, self._available, limit, design.budget.capacity, None, [])
 
     def growth(self, config: CoreConfig, tokens: int) -> Change | None:
         """The smallest size of the KV cache, in whole MiB, that holds `tokens` tokens; None if the host lacks it."""
-        short = _largest(0, _MOST_CACHE_MIB, lambda mib: self._tokens(config, mib) < tokens)
+        short = largest_fitting(0, _MOST_CACHE_MIB, lambda mib: self._tokens(config, mib) < tokens)
         change = _cache(_MOST_CACHE_MIB if short is None else short + 1)
         return change if self._starts(config, change) else None
 
@@ -59,22 +64,14 @@ class CpuPlanner:
         except KvBudgetError:
             return 0
 
-    def _changes(self, config: CoreConfig) -> Iterator[Change]:
-        """Settings of which each makes the lane start, as near to what they are as may be."""
-        wishes: list[Change | None] = [self.growth(config, 1) if self._too_small(config) else self._smaller(config)]
+    def _changes(self, config: CoreConfig, cache: Change | None) -> Iterator[Change]:
+        """Settings of which each makes the lane start, as near to what they are as may be; `cache` may be one."""
+        wishes = [cache]
         wishes += [self._lowered(config, name) for name in _GRID]
         wishes += [{"dtype": "bfloat16"}] if config.dtype in ("auto", "float32") else []
         for change in wishes:
             if change is not None and self._starts(config, change):
                 yield change
-
-    def _too_small(self, config: CoreConfig) -> bool:
-        """Whether the cache does not hold a page."""
-        try:
-            self._design(config)
-        except KvBudgetError:
-            return True
-        return False
 
     def _smaller(self, config: CoreConfig) -> Change | None:
         """The largest KV cache in whole MiB, below the one asked for, that the host holds with all the rest."""
@@ -82,7 +79,7 @@ class CpuPlanner:
         if least is None:
             return None
         low, high = parse_size(least["kv_cache_memory"]) // MIB, (parse_size(config.kv_cache_memory) - 1) // MIB
-        mib = _largest(low, high, lambda mib: self._starts(config, _cache(mib)))
+        mib = largest_fitting(low, high, lambda mib: self._starts(config, _cache(mib)))
         return None if mib is None else _cache(mib)
 
     def _lowered(self, config: CoreConfig, name: str) -> Change | None:
@@ -90,19 +87,9 @@ class CpuPlanner:
         step = _GRID[name]
         lowest = max(config.max_bucket, config.max_chunk_tokens or 1) if name == "max_step_tokens" else 1
         high = (getattr(config, name) - 1) // step
-        count = _largest(-(-lowest // step), high, lambda count: self._starts(config, {name: count * step}))
+        count = largest_fitting(-(-lowest // step), high, lambda count: self._starts(config, {name: count * step}))
         return None if count is None else {name: count * step}
 
 
 def _cache(mib: int) -> Change:
     return {"kv_cache_memory": f"{mib}MiB"}
-
-
-def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest number from `low` to `high` that fits, if whatever is below one that fits does too; None for none."""
-    if low > high or not fits(low):
-        return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

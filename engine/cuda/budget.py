@@ -10,6 +10,7 @@ from engine.config import CoreConfig
 from engine.cuda.sizing import Card, LaneDesign, lane_sizes
 from engine.memory import MIB
 from engine.plan import INT32_MAX
+from engine.search import largest_fitting
 from kv.budget import KvBudget, KvBudgetError, parse_size
 from kv.geometry import PAGE_SIZES, KvGeometry
 
@@ -201,13 +202,8 @@ def _lowered(config: CoreConfig, name: str, fits: Callable[[CoreConfig], bool]) 
     def fits_at(count: int) -> bool:
         return fits(msgspec.structs.replace(config, **{name: count * step}))
 
-    low, high = -(-_lowest(config, name) // step), (getattr(config, name) - 1) // step
-    if low > high or not fits_at(low):
-        return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits_at(middle) else (low, middle - 1)
-    return {name: low * step}
+    count = largest_fitting(-(-_lowest(config, name) // step), (getattr(config, name) - 1) // step, fits_at)
+    return None if count is None else {name: count * step}
 
 
 def _lowest(config: CoreConfig, name: str) -> int:
