@@ -106,6 +106,8 @@ class CudaBuild:
     gpu: Gpu
     sizer: PoolSizer
     weights: DecoderWeights
+    rest: dict[str, int]
+    """Bytes by part of what only a run tells, as lanes of this kind were measured; empty if none was."""
     inputs: StepInputs
     plan_arena: torch.Tensor
     modules: dict[str, Any]
@@ -209,8 +211,7 @@ def create_cuda_lane(
             f"the GPU's memory ran out: {str(error).partition('. ')[0]}; lower max_step_tokens, max_bucket or "
             "context_limit, or take a smaller model"
         ) from error
-    rest = known_rest(config, model, str(dtype).removeprefix("torch."), gpu.card.name)
-    planned = MemoryPlan(**asdict(build.design.sizes), kv_pool=provided.budget.bytes, **rest)
+    planned = MemoryPlan(**asdict(build.design.sizes), kv_pool=provided.budget.bytes, **build.rest)
     log.info("the lane may take %s; other processes have %.0f MiB", build.sizer.allowance, gpu.others / MIB)
     return CudaLane(
         executor=provided.executor,
@@ -255,8 +256,8 @@ def prepare(
     # A lower bound: what only a run tells comes on top.
     used = gpu.used()
     taken = used + design.sizes.total
-    rest = sum(known_rest(config, model, design.geometry.dtype, card.name).values())
-    sizer.budget(taken, card.memory - gpu.others - taken, coming=max(0, rest - used))
+    rest = known_rest(config, model, design.geometry.dtype, card.name)
+    sizer.budget(taken, card.memory - gpu.others - taken, coming=max(0, sum(rest.values()) - used))
     modules = load_modules(
         ModuleNeeds(model.head_dim, model.group, page_size, design.geometry.dtype, sm90=card.sm90, xqa=xqa)
     )
@@ -275,6 +276,7 @@ def prepare(
         gpu,
         sizer,
         placed.weights,
+        rest=rest,
         inputs=StepInputs(design.capacity, device, write_step),
         plan_arena=torch.zeros(AttentionLayout(design.plans).nbytes, dtype=torch.uint8, device=device),
         modules=modules,

@@ -21,10 +21,10 @@ import torch
 
 from engine.config import CoreConfig
 from engine.ladder import Ladder
+from engine.memory import MIB
 from engine.models.config import ModelConfig
 
 TABLE = Path(__file__).with_name("measured.json")
-MIB = 1 << 20
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
