@@ -67,12 +67,12 @@ def _import(argv: list[str]) -> int:
         print("usage: pagelane import MODEL.gguf DIR", file=sys.stderr)
         return 2
     from engine.models.gguf_import import import_gguf
+    from worker.process import failed
 
     try:
         import_gguf(Path(argv[0]), Path(argv[1]))
     except (ValueError, OSError) as error:
-        print(f"pagelane: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return failed(error, 1)
     print(f"wrote {argv[1]}")
     return 0
 

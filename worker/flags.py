@@ -17,6 +17,8 @@ FIELDS = {field.name: field for field in msgspec.structs.fields(WorkerConfig)}
 MAX_CONFIG_BYTES = 1 << 16
 """Largest config file; PyYAML reads about 100 KB a second."""
 _LONGEST_NAME = 60
+Own = dict[str, str]
+"""A command's own flags and their values."""
 _NULL_WORDS = ("null", "none", "")
 
 
@@ -41,6 +43,28 @@ def load_config(argv: Iterable[str], environ: Mapping[str, str]) -> WorkerConfig
     config = WorkerConfig(**values)
     check(config, environ)
     return config
+
+
+def split_flags(argv: Iterable[str], valued: Iterable[str], switches: Iterable[str] = ()) -> tuple[Own, list[str]]:
+    """A command's own flags, and the rest of its command line, which is for `load_config`.
+
+    `valued` take a value, `--flag VALUE` or `--flag=VALUE`; `switches` take none and have the value "". Raises
+    `ConfigError` for a value that is missing.
+    """
+    own: Own = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, text = word.partition("=")
+        if word in switches:
+            own[word] = ""
+        elif flag in valued:
+            own[flag] = text if equals else next(words, "")
+            if not own[flag]:
+                raise ConfigError(f"{flag} needs a value")
+        else:
+            rest.append(word)
+    return own, rest
 
 
 def _parse_flags(argv: list[str]) -> tuple[dict[str, Any], Path | None]:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.memory import MIB
 from kv.budget import SizeError, parse_size
 from worker.config import ConfigError, WorkerConfig
-from worker.flags import HelpRequested, load_config
+from worker.flags import HelpRequested, load_config, split_flags
+from worker.process import failed
 
 if TYPE_CHECKING:
     from engine.planning import LanePlan
@@ -32,9 +34,6 @@ holds, and what to change if that is not enough. Needs no GPU and no weights, on
 
 Exit code: 0 if the worker starts, 1 if it does not, 2 for a command line that cannot be used."""
 
-_MIB = 1 << 20
-_VALUES = ("--card", "--device-memory")
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -55,14 +54,14 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(f"{USAGE}\n")
         return 0
     except ConfigError as error:
-        return _fail(error)
+        return failed(error, 2)
     from engine.planning import Target, model_config_of, plan_lane
 
     core = asked.worker.core()
     try:
         plan = plan_lane(core, model_config_of(core, _say), Target(asked.card, asked.memory))
     except (ValueError, OSError) as error:
-        return _fail(error)
+        return failed(error, 2)
     text = msgspec.json.format(msgspec.json.encode(plan)).decode() if asked.as_json else shown(core.model, plan)
     sys.stdout.write(f"{text}\n")
     return 0 if plan.starts else 1
@@ -70,19 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: list[str]) -> Asked:
     """Read the command line. Raises `ConfigError` and `HelpRequested`."""
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    words = iter(argv)
-    for word in words:
-        flag, equals, text = word.partition("=")
-        if flag == "--json" and not equals:
-            own[flag] = ""
-        elif flag in _VALUES:
-            own[flag] = text if equals else next(words, "")
-            if not own[flag]:
-                raise ConfigError(f"{flag} needs a value")
-        else:
-            rest.append(word)
+    own, rest = split_flags(argv, ("--card", "--device-memory"), ("--json",))
     config = load_config(rest, os.environ)
     memory = None
     if "--device-memory" in own:
@@ -101,15 +88,15 @@ def shown(model: str, plan: "LanePlan") -> str:
 def _lines(model: str, plan: "LanePlan") -> Iterator[str]:
     place = plan.card or "a CPU"
     about = "" if plan.device_memory_known else ", about: this card was not seen, give --device-memory"
-    yield f"{model} on {place} of {plan.device_memory / _MIB:.0f} MiB{about}"
+    yield f"{model} on {place} of {plan.device_memory / MIB:.0f} MiB{about}"
     if plan.parts:
-        yield f"the worker may take {plan.allowed / _MIB:.0f} MiB of it"
+        yield f"the worker may take {plan.allowed / MIB:.0f} MiB of it"
     yield ""
     bounds = ("graphs", "workspaces", "context") if plan.upper_bound else ()
     if plan.parts:
         yield f"{'part':<12} {'planned MiB':>12}"
         for name, size in [*plan.parts.items(), ("total", sum(plan.parts.values()))]:
-            yield f"{name:<12} {size / _MIB:>12.1f}{'  at most' if name in bounds else ''}"
+            yield f"{name:<12} {size / MIB:>12.1f}{'  at most' if name in bounds else ''}"
         if plan.source is not None:
             yield f"graphs, workspaces and context: {'' if plan.upper_bound else 'as measured in '}{plan.source}"
         yield ""
@@ -125,8 +112,3 @@ def _lines(model: str, plan: "LanePlan") -> Iterator[str]:
 
 def _say(line: str) -> None:
     sys.stderr.write(f"{line}\n")
-
-
-def _fail(error: Exception) -> int:
-    sys.stderr.write(f"pagelane: error: {' '.join(str(error).split())}\n")
-    return 2

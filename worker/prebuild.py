@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from worker.config import ConfigError
-from worker.flags import HelpRequested, load_config
+from worker.flags import HelpRequested, load_config, split_flags
+from worker.process import failed
 
 USAGE = """usage: pagelane prebuild --config FILE [--arch 9.0a] [--out DIR]
 
@@ -25,45 +26,23 @@ extra `cuda` and nvcc, but no GPU.
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0, 1 if nothing can be compiled, 2 for a bad command line."""
     try:
-        own, rest = _own_flags(list(argv))
+        own, rest = split_flags(argv, ("--arch", "--out"))
         config = load_config(rest, os.environ)
     except HelpRequested:
         sys.stdout.write(f"{USAGE}\n")
         return 0
     except ConfigError as error:
-        return _fail(error, 2)
+        return failed(error, 2)
     from engine.cuda.prebuild import PrebuildConfig, prebuild
 
     out = Path(own["--out"]) if "--out" in own else None
     try:
         prebuild(PrebuildConfig(config.core(), own.get("--arch", "9.0a"), out), os.environ, _say)
     except (ValueError, OSError, RuntimeError) as error:
-        return _fail(error, 1)
+        return failed(error, 1)
     return 0
-
-
-def _own_flags(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split off --arch and --out."""
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    left = iter(words)
-    for word in left:
-        flag, equals, text = word.partition("=")
-        if flag not in ("--arch", "--out"):
-            rest.append(word)
-            continue
-        value = text if equals else next(left, "")
-        if not value:
-            raise ConfigError(f"{flag} needs a value")
-        own[flag] = value
-    return own, rest
 
 
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-def _fail(error: Exception, code: int) -> int:
-    sys.stderr.write(f"pagelane: error: {' '.join(str(error).split())}\n")
-    return code

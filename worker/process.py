@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,12 @@ QUIET_MESSAGES = ("monitor_instance_source: The Sender is dropped", "response fa
 
 REASON = "pagelane: error: "
 """How the line begins in which a worker says why it cannot go on."""
+
+
+def failed(error: Exception, code: int) -> int:
+    """Say why this process cannot go on, in the line that `Child.reason` finds. Returns the exit code, `code`."""
+    sys.stderr.write(f"{REASON}{' '.join(str(error).split())}\n")
+    return code
 
 
 class _LogRecord(msgspec.Struct, frozen=True):

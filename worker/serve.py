@@ -21,6 +21,7 @@ from engine.models.folder import check_tokenizer
 from worker.backend import Backend, Surroundings
 from worker.config import MAX_SYSTEM_PORT, ConfigError, WorkerConfig
 from worker.flags import HelpRequested, load_config
+from worker.process import failed
 from worker.registration import dynamo_config, resolved
 
 USAGE_ERROR = 2
@@ -59,9 +60,9 @@ def main(argv: Sequence[str], around: Surroundings | None = None) -> int:
         sys.stdout.write(f"{request}\n")
         return 0
     except ConfigError as error:
-        return _fail(error, USAGE_ERROR)
+        return failed(error, USAGE_ERROR)
     except StartError as error:
-        return _fail(error, FAILURE)
+        return failed(error, FAILURE)
 
 
 def check_system_port(environ: Mapping[str, str]) -> None:
@@ -132,11 +133,6 @@ def check_texts(config: WorkerConfig, dynamo: DynamoConfig) -> None:
 def _say(line: str) -> None:
     sys.stderr.write(f"pagelane: {line}\n")
     sys.stderr.flush()
-
-
-def _fail(error: Exception, code: int) -> int:
-    sys.stderr.write(f"pagelane: error: {' '.join(str(error).split())}\n")
-    return code
 
 
 def _serve(config: WorkerConfig, around: Surroundings | None) -> int:
