@@ -211,10 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="two settings and one limit, few steps")
     parser.add_argument("--only", default="settings,limits,plan")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, with a tiny model")
-    arguments = parser.parse_args()
-    if arguments.rehearse:
-        rehearsal.enter()
+    arguments = rehearsal.parsed(parser)
     results = Results("memory")
     session = Session(results, rehearsal.scaled(40 if arguments.quick else 150, 12))
     wanted = arguments.only.split(",")

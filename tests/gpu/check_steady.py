@@ -218,10 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="qwen3-4b")
     parser.add_argument("--quick", action="store_true", help="300 steps")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, with a tiny model")
-    arguments = parser.parse_args()
-    if arguments.rehearse:
-        rehearsal.enter()
+    arguments = rehearsal.parsed(parser)
     results = Results("steady")
     with results.part("all"), tempfile.TemporaryDirectory() as folder:
         config, built = build(arguments.shape, Path(folder))

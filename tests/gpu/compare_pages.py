@@ -220,10 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="few pairs")
     parser.add_argument("--only", default="decode,ttft,pool")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, with a tiny model")
-    arguments = parser.parse_args()
-    if arguments.rehearse:
-        rehearsal.enter()
+    arguments = rehearsal.parsed(parser)
     rehearsal.begin()
     results = Results("pages")
     few = arguments.quick or arguments.rehearse

@@ -3,6 +3,7 @@
 Shows that a script runs, not that the card does what it should: of a rehearsal, `ok` means nothing.
 """
 
+import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,15 @@ def rehearsed() -> bool:
 def enter() -> None:
     """Make this process and its children a rehearsal."""
     os.environ[VARIABLE] = "1"
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """A script's arguments, with `--rehearse` among them, which takes effect at once."""
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, with a tiny model")
+    arguments = parser.parse_args()
+    if arguments.rehearse:
+        enter()
+    return arguments
 
 
 def begin() -> None:

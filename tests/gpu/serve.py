@@ -21,19 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.harness import Results
+from tests.gpu.rehearsal import SETTINGS
 from tests.gpu.shaped import write_config
 from tests.models import _write_tokenizer
 
 USERS = 16
-SETTINGS = {
-    "load_format": "dummy",
-    "device": "cuda",
-    "dtype": "bfloat16",
-    "max_bucket": 256,
-    "max_step_tokens": 2048,
-    "context_limit": 8192,
-    "pipeline_depth": 1,
-}
 PEER_VOCAB = 150_000
 """Token ids of the rows' prompts lie below this: the peers' prompts are the same."""
 

@@ -72,17 +72,14 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-4b")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="two starts")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, with a tiny model")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = rehearsal.parsed(parser)
     if arguments.child:
         asked = json.loads(arguments.child)
         child(Path(asked["directory"]), asked["began"], asked["settings"])
         return
     from tests.gpu.serve import SETTINGS, model_directory
 
-    if arguments.rehearse:
-        rehearsal.enter()
     results = Results("startup")
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = SETTINGS
