@@ -12,9 +12,10 @@ from torch import Tensor
 
 from engine.cuda import lane as lane_module
 from engine.cuda.decoder import TorchOps
+from engine.cuda.driver import DriverError
 from engine.cuda.graphs import Graph, Recorder, Work
 from engine.cuda.sizing import Card
-from engine.cuda.vmm import DeviceRange, VmmError
+from engine.cuda.vmm import DeviceRange
 from tests.cuda_on_cpu import GatheringAttention, Rerun, Reruns
 
 MIB = 1 << 20
@@ -45,7 +46,7 @@ class FakeVirtualMemory:
     def map(self, address: int, nbytes: int) -> int:
         assert nbytes % GRANULE == 0
         if self.gpu.used() + nbytes > self.gpu.card.memory - self.gpu.others - self.gpu.hidden:
-            raise VmmError(f"cuMemCreate of {nbytes} bytes failed with 2: out of memory")
+            raise DriverError(f"cuMemCreate of {nbytes} bytes failed with 2: out of memory")
         base = max(start for start in self.reserved if start <= address)
         untouched = self.reserved[base][address - base : address - base + nbytes]
         assert (untouched == POISON).all(), "addresses were written to before they had memory"
@@ -113,7 +114,7 @@ class FakeGpu:
 
     def virtual_memory(self) -> FakeVirtualMemory:
         if self.memory is None:
-            raise VmmError("cuMemGetAllocationGranularity of [] bytes failed with 801: not supported")
+            raise DriverError("cuMemGetAllocationGranularity of [] bytes failed with 801: not supported")
         return self.memory
 
     def recorder(self) -> Recorder:

@@ -12,6 +12,7 @@ from engine.cuda.arena import DeviceArena
 from engine.cuda.attention_plan import StepRows
 from engine.cuda.choosing import NOTHING, Asked, TokenChooser, collected
 from engine.cuda.decoder import CudaDecoder, StepAttention
+from engine.cuda.driver import copy_stream
 from engine.cuda.graphs import DecodeGraphs, GraphKey
 from engine.cuda.inputs import STAGES, Array, StepInputs, step_rows
 from engine.messages import Logprobs
@@ -111,7 +112,7 @@ class CudaExecutor:
         self._on_gpu = device.type == "cuda"
         self._results = parts.logits.take("results")
         self._host_results = torch.zeros(self._results.shape, dtype=torch.int32, pin_memory=self._on_gpu)
-        self._copies = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._copies = copy_stream(device) if self._on_gpu else None
         self._turn = 0
         self.graphs: DecodeGraphs | None = None
         """Captured decode steps; None launches all steps kernel by kernel."""

@@ -1,15 +1,22 @@
 """A GPU as a lane's start sees it: what it is, what is used of it, and by whom."""
 
 import gc
+import logging
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
+from engine.cuda.driver import Driver, DriverError
 from engine.cuda.graphs import CudaRecorder, Recorder
 from engine.cuda.nvml import used_by_others
 from engine.cuda.sizing import Card
 from engine.cuda.vmm import CudaVirtualMemory, VirtualMemory
+
+log = logging.getLogger(__name__)
+
+STACK_BYTES = 16
+"""The least that the driver takes. No kernel of a lane recurses or calls through pointers."""
 
 
 class Gpu(Protocol):
@@ -37,7 +44,7 @@ class Gpu(Protocol):
         ...
 
     def virtual_memory(self) -> VirtualMemory:
-        """Raises `VmmError` where there is none."""
+        """Raises `DriverError` where there is none."""
         ...
 
     def recorder(self) -> Recorder:
@@ -54,9 +61,14 @@ class CudaGpu:
         """
         others = None if torch.cuda.is_initialized() else used_by_others(0)  # type: ignore[no-untyped-call]
         self.device = torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.current_stream(self.device) == torch.cuda.default_stream(self.device):
-            torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         torch.zeros(1, device=self.device)
+        driver = Driver()
+        try:
+            driver.limit_stack(STACK_BYTES)
+        except DriverError as error:
+            log.warning("the CUDA context takes more memory than it needs: %s", error)
+        if torch.cuda.current_stream(self.device) == torch.cuda.default_stream(self.device):
+            torch.cuda.set_stream(driver.stream(self.device))
         _, total = torch.cuda.mem_get_info(self.device)
         self.card = replace(Card.present(self.device), memory=total)
         self.others = others or 0

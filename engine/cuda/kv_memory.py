@@ -33,7 +33,7 @@ class KvMemory(Protocol):
 
 
 class MappedKv:
-    """`KvMemory` on virtual memory management. Raises `VmmError`."""
+    """`KvMemory` on virtual memory management. Raises `DriverError`."""
 
     def __init__(self, memory: VirtualMemory, geometry: KvGeometry, dtype: torch.dtype, pages: int) -> None:
         """Reserve addresses for `pages` pages."""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engine.cuda.budget import most_pages
+from engine.cuda.driver import DriverError
 from engine.cuda.executor import CudaExecutor
 from engine.cuda.kv_memory import SCRATCH_PAGES, KvMemory, MappedKv
-from engine.cuda.vmm import VmmError
 from engine.memory import MemoryPlan
 from engine.messages import Sampling
 from engine.plan import PlanCapacity
@@ -78,7 +78,7 @@ def provide(build: "CudaBuild") -> Provided:
         memory = build.gpu.virtual_memory()
         pages = most_pages(build.geometry, build.sizer.allowance.own)
         cache = MappedKv(memory, build.geometry, build.dtype, pages)
-    except VmmError as error:
+    except DriverError as error:
         log.warning("graphs are captured twice, since the KV cache's memory cannot come last: %s", error)
         return _provide_twice(build)
     try:
@@ -94,7 +94,7 @@ def _provide_last(build: "CudaBuild", cache: MappedKv, granule: int) -> Provided
     budget = _budget(build, cache.nbytes, granule)
     try:
         cache.grow(budget.total_pages)
-    except VmmError as error:
+    except DriverError as error:
         raise KvBudgetError(
             f"{error}: the GPU has less memory free than it reported; lower gpu_memory_utilization, or start again "
             "when other processes have settled"

@@ -10,11 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.cuda.driver import Driver, DriverError, Size
+
 _PINNED, _DEVICE, _READ_WRITE, _MINIMUM = 1, 1, 3, 0
-
-
-class VmmError(RuntimeError):
-    """The driver refused a call; names call, size and its reason."""
 
 
 class _Location(ctypes.Structure):
@@ -49,7 +47,7 @@ class _Access(ctypes.Structure):
 
 
 class VirtualMemory(Protocol):
-    """What a range needs of the driver. Sizes are bytes, multiples of `granularity`; every call raises `VmmError`."""
+    """What a range needs of the driver. Sizes are in bytes, multiples of `granularity`; all raise `DriverError`."""
 
     granularity: int
 
@@ -79,10 +77,7 @@ class CudaVirtualMemory:
 
     def __init__(self, device: torch.device, library: str = "libcuda.so.1") -> None:
         torch.zeros(1, device=device)
-        try:
-            self._driver = ctypes.CDLL(library)
-        except OSError as error:
-            raise VmmError(f"the driver library {library} cannot be loaded: {error}") from None
+        self._call = Driver(library).call
         self._device = device
         index = torch.cuda.current_device() if device.index is None else device.index
         self._location = _Location(_DEVICE, index)
@@ -95,35 +90,35 @@ class CudaVirtualMemory:
         """See `VirtualMemory`."""
         address = ctypes.c_uint64()
         none = ctypes.c_uint64(0)
-        self._call("cuMemAddressReserve", ctypes.byref(address), _size(nbytes), _size(0), none, ctypes.c_ulonglong(0))
+        self._call("cuMemAddressReserve", ctypes.byref(address), Size(nbytes), Size(0), none, ctypes.c_ulonglong(0))
         return address.value
 
     def map(self, address: int, nbytes: int) -> int:
         """See `VirtualMemory`."""
         handle, place = ctypes.c_uint64(), ctypes.c_uint64(address)
         nothing = ctypes.c_ulonglong(0)
-        self._call("cuMemCreate", ctypes.byref(handle), _size(nbytes), self._properties_pointer(), nothing)
+        self._call("cuMemCreate", ctypes.byref(handle), Size(nbytes), self._properties_pointer(), nothing)
         mapped = False
         try:
-            self._call("cuMemMap", place, _size(nbytes), _size(0), handle, nothing)
+            self._call("cuMemMap", place, Size(nbytes), Size(0), handle, nothing)
             mapped = True
             access = _Access(self._location, _READ_WRITE)
-            self._call("cuMemSetAccess", place, _size(nbytes), ctypes.byref(access), _size(1))
-        except VmmError:
+            self._call("cuMemSetAccess", place, Size(nbytes), ctypes.byref(access), Size(1))
+        except DriverError:
             if mapped:
-                self._call("cuMemUnmap", place, _size(nbytes))
+                self._call("cuMemUnmap", place, Size(nbytes))
             self._call("cuMemRelease", handle)
             raise
         return handle.value
 
     def unmap(self, address: int, nbytes: int, handle: int) -> None:
         """See `VirtualMemory`."""
-        self._call("cuMemUnmap", ctypes.c_uint64(address), _size(nbytes))
+        self._call("cuMemUnmap", ctypes.c_uint64(address), Size(nbytes))
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def free(self, address: int, nbytes: int) -> None:
         """See `VirtualMemory`."""
-        self._call("cuMemAddressFree", ctypes.c_uint64(address), _size(nbytes))
+        self._call("cuMemAddressFree", ctypes.c_uint64(address), Size(nbytes))
 
     def bytes(self, space: "DeviceRange") -> Tensor:
         """See `VirtualMemory`. Torch asks the driver whose address it is."""
@@ -131,17 +126,6 @@ class CudaVirtualMemory:
 
     def _properties_pointer(self) -> Any:
         return ctypes.byref(self._properties)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._driver, name)(*arguments)
-        if code:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(code, ctypes.byref(text))
-            sizes = [argument.value for argument in arguments if isinstance(argument, ctypes.c_size_t)]
-            raise VmmError(f"{name} of {sizes} bytes failed with {code}: {(text.value or b'unknown error').decode()}")
-
-
-_size = ctypes.c_size_t
 
 
 class DeviceRange:
@@ -161,7 +145,7 @@ class DeviceRange:
     def map(self, nbytes: int) -> None:
         """Put memory behind the first `nbytes` bytes and up to the next granule; what has memory keeps it.
 
-        The memory holds whatever it held. Raises `VmmError`; then nothing has changed.
+        The memory holds whatever it held. Raises `DriverError`; then nothing has changed.
         """
         if not 0 < nbytes <= self.nbytes:
             raise ValueError(f"{nbytes} bytes are to be mapped of a range of {self.nbytes}")

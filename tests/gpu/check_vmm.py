@@ -7,7 +7,8 @@ import time
 
 import torch
 
-from engine.cuda.vmm import CudaVirtualMemory, DeviceRange, VmmError
+from engine.cuda.driver import DriverError
+from engine.cuda.vmm import CudaVirtualMemory, DeviceRange
 from tests.gpu.harness import Results
 
 MIB = 1 << 20
@@ -72,7 +73,7 @@ def check_refusal(results: Results, memory: CudaVirtualMemory, device: torch.dev
     try:
         space.map(total + 64 * MIB)
         text = ""
-    except VmmError as error:
+    except DriverError as error:
         text = str(error)
     mapped = space.mapped
     space.close()

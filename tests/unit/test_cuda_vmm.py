@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.cuda.vmm import CudaVirtualMemory, DeviceRange, VmmError
+from engine.cuda.driver import DriverError
+from engine.cuda.vmm import CudaVirtualMemory, DeviceRange
 
 GRANULE = 1 << 21
 
@@ -27,7 +28,7 @@ class FakeDriver:
         assert address % GRANULE == nbytes % GRANULE == 0
         assert all(address >= at + size or address + nbytes <= at for at, (size, _) in self.parts.items())
         if nbytes > self.left:
-            raise VmmError("cuMemCreate failed with 2: out of memory")
+            raise DriverError("cuMemCreate failed with 2: out of memory")
         self.left -= nbytes
         self.parts[address] = nbytes, len(self.parts) + 7
         return len(self.parts) + 6
@@ -60,7 +61,7 @@ def test_a_refused_mapping_changes_nothing() -> None:
     driver = FakeDriver(3)
     one = DeviceRange(driver, 8 * GRANULE)
     one.map(2 * GRANULE)
-    with pytest.raises(VmmError, match="out of memory"):
+    with pytest.raises(DriverError, match="out of memory"):
         one.map(8 * GRANULE)
     with pytest.raises(ValueError, match=f"{8 * GRANULE + 1} bytes are to be mapped of a range of {8 * GRANULE}"):
         one.map(8 * GRANULE + 1)
@@ -80,5 +81,5 @@ def test_a_tensor_beyond_the_range_or_without_memory_is_refused() -> None:
 
 def test_a_machine_without_the_driver_library_is_told_which_one_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    with pytest.raises(VmmError, match=r"libnone\.so\.1 cannot be loaded"):
+    with pytest.raises(DriverError, match=r"libnone\.so\.1 cannot be loaded"):
         CudaVirtualMemory(torch.device("cuda", 0), "libnone.so.1")
