@@ -36,10 +36,10 @@ class Driver:
             )
 
     def limit_stack(self, nbytes: int) -> None:
-        """Give each thread `nbytes` of stack beside what its kernel is known to need.
+        """Give each thread `nbytes` of stack where its kernel is not known to need more.
 
-        The context holds this for all threads that the card can run at once: 1024 bytes, the default, take 260 MiB of
-        an H200. Only kernels that recurse or call through pointers use it.
+        The context holds the most that any kernel needs, for all threads that the card can run at once: 1024 bytes, the
+        default, take 260 MiB of an H200. Kernels that recurse or call through pointers have this limit alone.
         """
         self.call("cuCtxSetLimit", _STACK_SIZE, Size(nbytes))
 

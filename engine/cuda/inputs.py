@@ -168,14 +168,16 @@ Head = Callable[..., None]
 class StepInputs:
     """The inputs of a step on the device, at addresses that never change. `write` takes a checked plan."""
 
-    def __init__(self, capacity: PlanCapacity, device: torch.device, head: Head) -> None:
+    def __init__(self, capacity: PlanCapacity, device: torch.device, head: Head, memory: Tensor | None = None) -> None:
+        """`memory` is uint8 `[InputLayout.nbytes]` on `device`, zeroed; by default it is allocated."""
         layout = InputLayout(capacity)
         self._capacity = capacity
         self._head = head
-        self._updates_memory, self._staged_memory, self._device_memory = (
-            torch.zeros(_bytes(buffers), dtype=torch.uint8, device=device)
-            for buffers in (layout.updates, layout.staged, layout.device)
-        )
+        if memory is None:
+            memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        staged, device_only = _bytes(layout.updates), _bytes(layout.updates) + _bytes(layout.staged)
+        self._updates_memory, self._staged_memory = memory[:staged], memory[staged:device_only]
+        self._device_memory = memory[device_only:]
         self.staged = _tensors(self._staged_memory, layout.staged)
         self.device = _tensors(self._device_memory, layout.device)
         torch.arange(capacity.max_rows + 1, out=self.device["decode_indptr"], device=device, dtype=torch.int32)

@@ -20,7 +20,7 @@ from engine.cuda.executor import CudaExecutor, ExecutorParts
 from engine.cuda.flashinfer_raw import ModuleNeeds, installed_version, signatures
 from engine.cuda.gpu import CudaGpu, Gpu
 from engine.cuda.graphs import DecodeGraphs
-from engine.cuda.inputs import StepInputs
+from engine.cuda.inputs import InputLayout, StepInputs
 from engine.cuda.kv_memory import KvMemory
 from engine.cuda.layout import AttentionCapacity, AttentionLayout
 from engine.cuda.measured import known_rest
@@ -269,7 +269,10 @@ def prepare(
     design.weights.allocate()
     placed = take_weights(design.weights, model)
     load(model, placed.parts)
+    # What loading took for a moment goes back: torch would cut the next tensors from it and keep the rest.
+    gpu.settle()
     design.arena.allocate()
+    inputs, plan_arena, cos_sin = _allocate_small(design, device)
     return CudaBuild(
         config,
         design,
@@ -277,8 +280,21 @@ def prepare(
         sizer,
         placed.weights,
         rest=rest,
-        inputs=StepInputs(design.capacity, device, write_step),
-        plan_arena=torch.zeros(AttentionLayout(design.plans).nbytes, dtype=torch.uint8, device=device),
+        inputs=StepInputs(design.capacity, device, write_step, inputs),
+        plan_arena=plan_arena,
         modules=modules,
-        cos_sin=rope_rows(model, design.capacity.max_context, device),
+        cos_sin=cos_sin,
     )
+
+
+def _allocate_small(design: LaneDesign, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory for inputs and plans, and the rope table, as one allocation: of tensors of 1 to 10 MiB, torch puts some
+    into 20 MiB of their own.
+    """
+    rope = rope_rows(design.model, design.capacity.max_context, torch.device("cpu"))
+    arena = DeviceArena(device)
+    arena.reserve("inputs", (InputLayout(design.capacity).nbytes,), torch.uint8)
+    arena.reserve("plans", (AttentionLayout(design.plans).nbytes,), torch.uint8)
+    arena.reserve("rope", tuple(rope.shape), rope.dtype)
+    arena.allocate()
+    return arena.take("inputs"), arena.take("plans"), arena.take("rope").copy_(rope)

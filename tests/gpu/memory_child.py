@@ -87,8 +87,9 @@ def parts_of(executor: Any) -> dict[str, int]:
     arena, cache = (dict(storages(one)) for one in (parts.logits, decoder.kv))
     return {
         "weights": device_bytes(decoder.weights),
-        "rope_table": device_bytes(decoder.cos_sin),
-        "plan_arena": device_bytes([parts.inputs, parts.attention], {**arena, **cache}),
+        # One allocation with inputs and plans.
+        "rope_table": decoder.cos_sin.nbytes,
+        "plan_arena": device_bytes([parts.inputs, parts.attention], {**arena, **cache}) - decoder.cos_sin.nbytes,
         "activations": sum(arena.values()),
     }
 
