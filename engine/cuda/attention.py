@@ -105,9 +105,9 @@ class FlashInferAttention:
         self.plans = AttentionPlans(layout, self._raw, TorchDevice(arena), STAGES)
         self._xqa = XqaDecode(capacity, self._raw, modules["xqa"], arena) if capacity.xqa else None
 
-    def begin(self, rows: StepRows, bucket: int | None = None) -> None:
+    def begin(self, rows: StepRows, bucket: int | None = None, *, always_split: bool = False) -> None:
         """See `engine.cuda.executor.Attention`."""
-        self.plans.update(rows, bucket)
+        self.plans.update(rows, bucket, always_split=always_split)
 
     @property
     def variant(self) -> Hashable:
@@ -115,9 +115,9 @@ class FlashInferAttention:
         launch = self.plans.current.decode
         return launch and (launch.kernel, launch.split, *launch.info)
 
-    def probes(self, bucket: int) -> list[StepRows]:
+    def probes(self, bucket: int, *, always_split: bool = False) -> list[StepRows]:
         """See `engine.cuda.executor.Attention`."""
-        return self.plans.probes(bucket)
+        return self.plans.probes(bucket, always_split=always_split)
 
     def __call__(self, layer: int, queries: Tensor, out: Tensor) -> None:
         """See `engine.cuda.decoder.StepAttention`."""

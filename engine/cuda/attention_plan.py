@@ -102,14 +102,16 @@ class AttentionPlans:
         self._decode.fill_whole(self._ring.acquire().whole)
         self._ring.submit(layout.ranges["whole"])
 
-    def update(self, rows: StepRows, bucket: int | None = None) -> PlannedStep:
+    def update(self, rows: StepRows, bucket: int | None = None, *, always_split: bool = False) -> PlannedStep:
         """Plan a step and queue the copy of its plans.
 
         With `bucket`, decode rows are filled up to so many with rows of one token, and the launch has a fixed grid;
-        chunks are not allowed beside them. Raises `PlanError` if a number exceeds its capacity and `ValueError` for
-        rows that cannot be; then nothing has been written and the last plan stays.
+        chunks are not allowed beside them. With `always_split` there is one way to launch the decode rows of a bucket,
+        whatever their lengths are: the one that suits them all, if not each best. Raises `PlanError` if a number
+        exceeds its capacity and `ValueError` for rows that cannot be; then nothing has been written and the last plan
+        stays.
         """
-        sizes = self._size(rows, _check_rows(rows, bucket, self._capacity), bucket)
+        sizes = self._size(rows, _check_rows(rows, bucket, self._capacity), bucket, always_split)
         self._limits.check(sizes)
         used = self._used(sizes)
         if used is not None:
@@ -118,7 +120,7 @@ class AttentionPlans:
         self.current = PlannedStep(self._decode_launch(sizes), self._chunk_launch(sizes))
         return self.current
 
-    def probes(self, bucket: int) -> list[StepRows]:
+    def probes(self, bucket: int, *, always_split: bool = False) -> list[StepRows]:
         """Steps of decode rows, one for each kernel and split that steps in `bucket` are computed with; short ones.
 
         Looks at rows of one length and at one long row among rows of one token, for lengths up to the longest sequence:
@@ -126,19 +128,21 @@ class AttentionPlans:
         """
         found: dict[tuple[Kernel, bool], StepRows] = {}
         for rows in _probe_rows(bucket, self._capacity.step.max_context):
-            sizes = self._size(rows, _check_rows(rows, bucket, self._capacity), bucket)
+            sizes = self._size(rows, _check_rows(rows, bucket, self._capacity), bucket, always_split)
             found.setdefault((sizes.decode_kernel, sizes.decode is not None and sizes.decode.split), rows)
         return list(found.values())
 
-    def _size(self, rows: StepRows, step: DecodeRows, bucket: int | None) -> _Sizes:
+    def _size(self, rows: StepRows, step: DecodeRows, bucket: int | None, always_split: bool) -> _Sizes:
         chunks = self._size_chunks(rows) if len(rows.chunk_tokens) else None
         if not step.rows:
             return _Sizes(None, "fa2", 0, chunks)
-        if self._capacity.xqa and uses_xqa(step, self._shape):
-            return _Sizes(None, "xqa", step.rows, chunks)
-        if not splits(step, self._shape):
-            return _Sizes(self._decode.whole(step), "fa2", step.rows, chunks)
-        return _Sizes(self._decode.split(rows.decode_lengths, step, bucket), "fa2", step.rows, chunks)
+        if not always_split:
+            if self._capacity.xqa and uses_xqa(step, self._shape):
+                return _Sizes(None, "xqa", step.rows, chunks)
+            if not splits(step, self._shape):
+                return _Sizes(self._decode.whole(step), "fa2", step.rows, chunks)
+        size = self._decode.split(rows.decode_lengths, step, bucket, always=always_split)
+        return _Sizes(size, "fa2", step.rows, chunks)
 
     def _size_chunks(self, rows: StepRows) -> Fa2Size | Fa3Size:
         queries, shape = rows.chunk_tokens, self._shape

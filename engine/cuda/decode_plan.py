@@ -50,11 +50,11 @@ class DecodePlanner:
         """
         fill_fa2(size_fa2(self._ones, self._ones, self._shape, self._tile_q, None), self._shape.page_size, out)
 
-    def split(self, lengths: Array, step: DecodeRows, bucket: int | None) -> Fa2Size:
+    def split(self, lengths: Array, step: DecodeRows, bucket: int | None, *, always: bool = False) -> Fa2Size:
         """Size a plan that splits rows of `lengths` tokens, filled up to `step.rows` with rows of one page.
 
         In a bucket the plan has the fixed grid and the mask of a captured launch. If no row gets several chunks, the
-        plan is `whole`.
+        plan is `whole`, unless it is to be a split one `always`.
         """
         shape, rows = self._shape, step.rows
         pages, chunks = self._pages[:rows], self._chunks[:rows]
@@ -64,7 +64,7 @@ class DecodePlanner:
         if rows > len(lengths):
             pages[len(lengths) :] = 1
         chunk_pages = decode_chunk_pages(pages, shape, self._tiles_of_a_row)
-        if chunk_pages * shape.page_size >= step.longest:
+        if chunk_pages * shape.page_size >= step.longest and not always:
             return self.whole(step)
         np.add(pages, chunk_pages - 1, out=chunks)
         np.floor_divide(chunks, chunk_pages, out=chunks)

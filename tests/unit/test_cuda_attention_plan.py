@@ -166,9 +166,14 @@ def test_launches_of_a_bucket_are_the_same_in_every_step() -> None:
             tiles = sum(-(-length // chunk) for length in [*decode, *[1] * (16 - len(decode))])
             mask = read(plans, device, "decode_block_valid_mask", launch.info[0])
             assert mask == [1] * tiles + [0] * (launch.info[0] - tiles)
+        always = plans.update(rows(decode), bucket=16, always_split=True).decode
+        assert always is not None
+        seen[True].append(always.info)
+    assert len(seen[False]) >= 2
     for infos in seen.values():
-        assert len(infos) >= 2
         assert all(info == infos[0] for info in infos)
+    assert len(plans.probes(16)) == 2
+    assert len(plans.probes(16, always_split=True)) == 1
 
 
 def test_a_bucket_takes_decode_rows_only() -> None:

@@ -39,14 +39,13 @@ class DirtyDevice(HostDevice):
         return np.full(nbytes, 0x5A, np.uint8)
 
 
-def general(lengths: list[int], bucket: int | None, capacity: AttentionCapacity) -> Fa2Size:
+def general(lengths: list[int], bucket: int | None, capacity: AttentionCapacity, always_split: bool) -> Fa2Size:
     """What `size_fa2` makes of decode rows under the same policy."""
     filled = np.array(lengths + [1] * ((bucket or len(lengths)) - len(lengths)), np.int64)
     pages, ones, shape = -(-filled // capacity.step.page_size), np.ones_like(filled), capacity.shape
-    if not splits(DecodeRows(len(filled), int(filled.max()), int(filled.sum())), shape):
-        return size_fa2(ones, pages, shape, capacity.decode_tile_q, None)
+    split = always_split or splits(DecodeRows(len(filled), int(filled.max()), int(filled.sum())), shape)
     chunk = decode_chunk_pages(pages, shape, capacity.decode_row_tiles)
-    if chunk * capacity.step.page_size >= filled.max():
+    if not split or (chunk * capacity.step.page_size >= filled.max() and not always_split):
         return size_fa2(ones, pages, shape, capacity.decode_tile_q, None)
     grid = None if bucket is None else max_decode_tiles(bucket, capacity.decode_row_tiles, shape)
     return size_fa2(ones, pages, shape, capacity.decode_tile_q, chunk, padded_tiles=grid)
@@ -66,13 +65,13 @@ ROWS = st.lists(st.one_of(st.integers(1, 100), st.integers(1, 4001)), min_size=1
 
 @settings(deadline=None, max_examples=200)
 @given(
-    steps=st.lists(st.tuples(ROWS, st.booleans()), min_size=1, max_size=7),
+    steps=st.lists(st.tuples(ROWS, st.sampled_from(["free", "bucket", "always split"])), min_size=1, max_size=7),
     shape=st.sampled_from(SHAPES),
     page_size=st.sampled_from([16, 64]),
     sms=st.sampled_from([4, 20, 132]),
 )
 def test_the_kernel_finds_what_the_general_planner_writes(
-    steps: list[tuple[list[int], bool]], shape: tuple[int, int, int], page_size: int, sms: int
+    steps: list[tuple[list[int], str]], shape: tuple[int, int, int], page_size: int, sms: int
 ) -> None:
     heads, kv_heads, head_dim = shape
     step = replace(STEP, heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size)
@@ -80,10 +79,11 @@ def test_the_kernel_finds_what_the_general_planner_writes(
     layout = AttentionLayout(capacity)
     device = DirtyDevice(layout.nbytes)
     plans = AttentionPlans(layout, signatures("0.6.18.post1"), device)
-    for lengths, in_bucket in steps:
-        bucket = min(24, len(lengths) + 3) if in_bucket else None
-        launch = plans.update(StepRows(np.array(lengths, np.int64), NONE, NONE), bucket).decode
-        want = general(lengths, bucket, capacity)
+    for lengths, way in steps:
+        bucket, always_split = None if way == "free" else min(24, len(lengths) + 3), way == "always split"
+        rows = StepRows(np.array(lengths, np.int64), NONE, NONE)
+        launch = plans.update(rows, bucket, always_split=always_split).decode
+        want = general(lengths, bucket, capacity, always_split)
         assert launch is not None
         info = launch.info
         found = (launch.rows, launch.split, info[0], info[1], info[3], info[13], info[14])
