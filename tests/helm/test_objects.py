@@ -92,12 +92,12 @@ FAULTS: dict[str, tuple[Change, str]] = {
         "worker pod: no ServiceAccount nobody",
     ),
     "account of a binding": (
-        lambda o: find(o, "RoleBinding")["subjects"][0].update(name="nobody"),
+        lambda o: find(o, "RoleBinding", "demo-pagelane-worker")["subjects"][0].update(name="nobody"),
         "RoleBinding: no ServiceAccount nobody",
     ),
     "role of a binding": (
-        lambda o: find(o, "RoleBinding")["roleRef"].update(name="none"),
-        "RoleBinding demo-pagelane-discovery: no Role none",
+        lambda o: find(o, "RoleBinding", "demo-pagelane-worker")["roleRef"].update(name="none"),
+        "RoleBinding demo-pagelane-worker: no Role none",
     ),
     "addresses that are not ready": (
         lambda o: service(o)["spec"].update(publishNotReadyAddresses=True),
