@@ -3,8 +3,8 @@
 Two ways. Plain: paths of mounts lead to temporary folders, and the image's /opt/pagelane is this environment, since the
 image's PATH begins with its `bin` and commands are found by name. Sandboxed (`helm/image/sandbox.py`): the mounts lie
 at their own paths, this environment is mounted at /opt/pagelane, and the command is process 1, read-only and as the
-pod's user. In both, discovery is by files in place of the cluster's API, and everything listens on loopback at free
-ports.
+pod's user. In both, everything listens on loopback at free ports, and discovery is by files in place of the cluster's
+API, unless a site has one.
 """
 
 import http.client
@@ -64,20 +64,22 @@ class Site:
     """Of every pod, over its own."""
     pods: list["RunningPod"] = field(default_factory=list)
     broker_url: str = ""
+    by_files: bool = True
+    """Pods find each other by files. Otherwise as they say themselves, with what `start` is given for it."""
 
     @property
     def shared(self) -> Path:
         """A folder that every pod sees: discovery, and what tests leave for their programs."""
         return self.directory / "shared"
 
-    def start(self, pod: Pod, name: str) -> "RunningPod":
-        """Run the init containers, then start the main one; its folder is named `name`."""
+    def start(self, pod: Pod, name: str, variables: Mapping[str, str] | None = None) -> "RunningPod":
+        """Run the init containers, then start the main one; its folder is named `name`. `variables` win over others."""
         for container in containers(pod):
             _refuse_unsafe(container)
         place = _Place(self, self.directory / name)
         ports = {number: free_port(PORTS) for number in pod.main.ports.values()}
         paths = {} if self.sandboxed else place.folders(pod)
-        pod = moved(pod, ports, paths, self._variables(place))
+        pod = moved(pod, ports, paths, self._variables(place) | dict(variables or {}))
         for container in pod.init:
             place.run_init(container)
         running = RunningPod(name, pod, place.popen(pod.main), place)
@@ -87,23 +89,22 @@ class Site:
     def _variables(self, place: "_Place") -> dict[str, str]:
         shared = "/shared" if self.sandboxed else str(self.shared)
         return {
-            "DYN_DISCOVERY_BACKEND": "file",
-            "DYN_FILE_KV": f"{shared}/discovery",
+            **({"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": f"{shared}/discovery"} if self.by_files else {}),
             # Servers that the chart lets listen on every address of the pod.
             "DYN_SYSTEM_HOST": LOOPBACK,
             "DYN_HTTP_HOST": LOOPBACK,
-            "DYN_ZMQ_BROKER_URL": self.broker_url,
+            **({"DYN_ZMQ_BROKER_URL": self.broker_url} if self.broker_url else {}),
             **({} if self.sandboxed else {"TMPDIR": str(place.folder("/tmp"))}),
             **self.variables,
         }
 
 
 @contextmanager
-def site(**options: Any) -> Iterator[Site]:
-    """A site whose pods and folder go with the context."""
-    broker = EventBroker(LOOPBACK)
+def site(*, with_broker: bool = True, **options: Any) -> Iterator[Site]:
+    """A site whose pods and folder go with the context. Without a broker, events go over sockets on every address."""
+    broker = EventBroker(LOOPBACK) if with_broker else None
     # Not pytest's folder, whose long path the engine's socket would be in: it has at most 107 bytes.
-    place = Site(Path(tempfile.mkdtemp(prefix="pods-")), broker_url=broker.url, **options)
+    place = Site(Path(tempfile.mkdtemp(prefix="pods-")), broker_url=broker.url if broker else "", **options)
     (place.shared / "discovery").mkdir(parents=True)
     for folder in (place.shared, place.shared / "discovery"):
         folder.chmod(0o777)
@@ -116,7 +117,8 @@ def site(**options: Any) -> Iterator[Site]:
     finally:
         for pod in place.pods:
             pod.kill()
-        broker.close()
+        if broker:
+            broker.close()
         shutil.rmtree(place.directory)
 
 

@@ -1,0 +1,169 @@
+"""A cluster on this machine: a stand-in API server, its controllers, a kubelet that starts pods as processes, and helm.
+
+helm is the real one: it reads and writes the API server as it would a cluster's, and keeps its releases in Secrets
+there. Left out are schedulers, networks and admission; all pods have the address 127.0.0.1 and free ports.
+"""
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.helm.chart import CHART, EXAMPLES, Object
+from tests.helm.tools import tool
+from tests.k8s.api_rules import Account
+from tests.k8s.api_server import ApiServer, Call
+from tests.k8s.api_store import ACCOUNTS, DEPLOYMENTS, PODS, Store
+from tests.k8s.cluster_control import is_ready, reconcile
+from tests.k8s.cluster_kubelet import Kubelet
+from tests.k8s.pods_run import ROOT, Replacement, RunningPod, Site, site
+
+NAMESPACE = "prod"
+RELEASE = "demo"
+MODEL = "tiny"
+CONTROL_S = 0.1
+HELM_S = 150
+
+SIMULATED = Replacement(
+    ("pagelane", "worker"),
+    ("{python}", "-m", "tests.sim_worker", "--sim-directory", "{shared}"),
+)
+"""The worker with a simulated engine core; all else of it is real."""
+
+
+class HelmError(Exception):
+    """Helm failed. The text is its own."""
+
+
+def sim_values(model: Path, **more: Any) -> dict[str, Any]:
+    """Values, beside those of the CPU demo, for simulated workers over a tiny model's folder. `more` are dotted keys
+    with two underscores for each dot.
+    """
+    flat = {
+        "model__prefetch__enabled": False,
+        "worker__config__model": str(model),
+        "worker__config__served_model_name": MODEL,
+        "worker__minReadySeconds": 1,
+        "worker__preStopSeconds": 1,
+        "worker__gracePeriodSeconds": 1,
+        **more,
+    }
+    values: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, last = key.split("__")
+        place = values
+        for step in path:
+            place = place.setdefault(step, {})
+        place[last] = value
+    return values
+
+
+@dataclass
+class Cluster:
+    """What a test does with a cluster, and sees of it."""
+
+    store: Store
+    api: ApiServer
+    site: Site
+    kubelet: Kubelet
+
+    @property
+    def calls(self) -> Sequence[Call]:
+        """All calls so far."""
+        return list(self.api.calls)
+
+    def helm(self, *arguments: str, values: Mapping[str, Any] | None = None) -> str:
+        """What helm prints. Raises `HelmError`."""
+        config = self.site.directory / "admin.json"
+        config.write_text(self.api.kubeconfig(self.api.admin_token, NAMESPACE))
+        command = [str(tool("helm")), *arguments, "--namespace", NAMESPACE]
+        if values is not None:
+            path = self.site.directory / "values.yaml"
+            path.write_text(yaml.safe_dump(dict(values)))
+            command += ["--values", str(EXAMPLES / "cpu-demo.yaml"), "--values", str(path)]
+            # What the chart renders is held against Kubernetes' schemas elsewhere (tests/helm).
+            command += ["--disable-openapi-validation"]
+        environment = {"HOME": str(self.site.directory / "helm"), "KUBECONFIG": str(config)}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=HELM_S)
+        if done.returncode:
+            raise HelmError(done.stderr)
+        return done.stdout
+
+    def install(self, values: Mapping[str, Any], *flags: str) -> str:
+        return self.helm("install", RELEASE, str(CHART), *flags, values=values)
+
+    def upgrade(self, values: Mapping[str, Any], *flags: str) -> str:
+        return self.helm("upgrade", RELEASE, str(CHART), *flags, values=values)
+
+    def pods(self, component: str, namespace: str = NAMESPACE) -> list[Object]:
+        """Pods of a component that have not been deleted."""
+        label = "app.kubernetes.io/component"
+        found = [pod for pod in self.store.all(PODS, namespace) if pod["metadata"]["labels"].get(label) == component]
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def running(self, component: str, namespace: str = NAMESPACE) -> list[RunningPod]:
+        """Their processes."""
+        names = [pod["metadata"]["name"] for pod in self.pods(component, namespace)]
+        return [self.kubelet.running[name] for name in names if name in self.kubelet.running]
+
+    def wait(self, what: str, condition: Callable[[], bool], within_s: float = 30) -> float:
+        """Wait for what is to be seen of the objects. Returns the seconds it took; raises `TimeoutError`."""
+        began = time.monotonic()
+        if not self.store.wait(condition, within_s):
+            states = {pod["metadata"]["name"]: pod.get("status") for pod in self.store.all(PODS)}
+            raise TimeoutError(f"not seen within {within_s:g} s: {what}; pods: {states}")
+        return time.monotonic() - began
+
+    def wait_ready(self, within_s: float = 40) -> float:
+        """Wait until every Deployment has what it wants, all of it ready."""
+
+        def complete() -> bool:
+            wanted = {d["metadata"]["uid"]: d["spec"].get("replicas", 1) for d in self.store.all(DEPLOYMENTS)}
+            pods = self.store.all(PODS)
+            return len(pods) == sum(wanted.values()) and all(map(is_ready, pods))
+
+        return self.wait("all pods ready", complete, within_s)
+
+    def variables(self, pod: Object) -> dict[str, str]:
+        """How a pod reaches the API server: with its account's token, if it may have one."""
+        metadata, spec = pod["metadata"], pod["spec"]
+        account = Account(metadata["namespace"], spec.get("serviceAccountName", "default"))
+        default = self.store.get(ACCOUNTS, *account).get("automountServiceAccountToken", True)
+        token = self.api.token(account) if spec.get("automountServiceAccountToken", default) else ""
+        config = self.site.directory / f"{metadata['name']}.json"
+        config.write_text(self.api.kubeconfig(token, account.namespace))
+        return {"KUBECONFIG": str(config)}
+
+
+@contextmanager
+def cluster(*, simulated: bool = True, **options: Any) -> Iterator[Cluster]:
+    """An empty cluster; nothing of it outlives the context. `options` are the site's."""
+    if simulated:
+        options = {"replacements": (SIMULATED,), "variables": {"PYTHONPATH": str(ROOT)}, **options}
+    store = Store()
+    with site(by_files=False, **options) as place, ApiServer(store) as api:
+        # The kubelet asks the cluster for a pod's variables.
+        kubelet = Kubelet(store, place, lambda pod: found.variables(pod))
+        found = Cluster(store, api, place, kubelet)
+        thread = threading.Thread(target=_control, args=(found,), name="controllers", daemon=True)
+        thread.start()
+        try:
+            yield found
+        finally:
+            kubelet.over.set()
+            thread.join()
+            kubelet.stop()
+
+
+def _control(found: Cluster) -> None:
+    while not found.kubelet.over.is_set():
+        reconcile(found.store)
+        found.kubelet.reconcile()
+        with found.store.changed:
+            found.store.changed.wait(CONTROL_S)
