@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.k8s.api_server import ApiServer, Call
 from tests.k8s.api_store import ACCOUNTS, DEPLOYMENTS, PODS, Store
 from tests.k8s.cluster_control import is_ready, reconcile
 from tests.k8s.cluster_kubelet import Kubelet
+from tests.k8s.network import private_network, reason_against
 from tests.k8s.pods_run import ROOT, Replacement, RunningPod, Site, site
 
 NAMESPACE = "prod"
@@ -159,6 +160,17 @@ def cluster(*, simulated: bool = True, **options: Any) -> Iterator[Cluster]:
             kubelet.over.set()
             thread.join()
             kubelet.stop()
+
+
+@contextmanager
+def networked_cluster(**options: Any) -> Iterator[Cluster]:
+    """An empty cluster, with a network of its own if there can be one: pods then publish events over their own sockets,
+    as they do anywhere, else over a broker.
+    """
+    tool("helm")  # fetched, if need be, while there is another network
+    alone = not reason_against()
+    with private_network() if alone else nullcontext(), cluster(with_broker=not alone, **options) as found:
+        yield found
 
 
 def _control(found: Cluster) -> None:

@@ -1,11 +1,12 @@
 """A kubelet: starts the pods that a store has as processes here, asks their probes, ends them when they are deleted."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from subprocess import TimeoutExpired
 
 from tests.k8s.api_store import PODS, ApiError, Object, Resource, Store, now
 from tests.k8s.cluster_control import condition
@@ -14,8 +15,6 @@ from tests.k8s.pods_probes import succeeds
 from tests.k8s.pods_run import RunningPod, Site, look
 
 CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
-RESTART_S = 1.0
-"""Between a container's end and its next start; Kubernetes waits 10 s, and longer each time."""
 TICK_S = 0.05
 
 
@@ -77,6 +76,8 @@ class Kubelet:
     site: Site
     variables: Callable[[Object], dict[str, str]]
     """What a pod's account gives it."""
+    restart_s: float = 1.0
+    """Between a container's end and its next start; Kubernetes waits 10 s, and longer each time."""
     over: threading.Event = field(default_factory=threading.Event)
     running: dict[str, RunningPod] = field(default_factory=dict)
     """By the pods' names."""
@@ -107,13 +108,13 @@ class Kubelet:
                 running = self._start(pod)
             except PodError as error:
                 self._report(pod, Health(_NONE), restarts, {"waiting": {"message": str(error)}})
-                self.over.wait(RESTART_S)
+                self.over.wait(self.restart_s)
                 continue
             self.running[name] = running
             self._attend(pod, running, restarts)
             del self.running[name]
             restarts += 1
-            self.over.wait(RESTART_S * (not self._leaving(namespace, name)))
+            self.over.wait(self.restart_s * (not self._leaving(namespace, name)))
         with suppress(ApiError):
             self.store.remove(PODS, namespace, name)
 
@@ -145,10 +146,17 @@ class Kubelet:
             self._report(pod, Health(_NONE), restarts, {"terminated": {"exitCode": running.process.returncode}})
 
     def _end(self, running: RunningPod) -> None:
-        if self.over.is_set():
-            return
-        with suppress(TimeoutExpired, ProcessLookupError):
-            running.stop()
+        """The preStop hook, SIGTERM, and SIGKILL when the grace period is over."""
+        began, main = time.monotonic(), running.pod.main
+        signalled = False
+        while running.alive and not self.over.wait(TICK_S):
+            after = time.monotonic() - began
+            if not signalled and after >= main.pre_stop_s:
+                signalled = True
+                with suppress(ProcessLookupError):
+                    os.kill(running.pid, signal.SIGTERM)
+            if after >= running.pod.grace_s:
+                break
         running.kill()
 
     def _report(self, pod: Object, health: Health, restarts: int, state: Object) -> None:

@@ -1,74 +1,18 @@
-"""The chart installed by helm into a stand-in cluster: by Kubernetes' discovery its pods find each other.
-
-Two frontends and two workers with simulated engine cores, everything else as rendered. Where the kernel lets us, they
-have a network of their own and publish events over their own sockets, as in a cluster; else over a broker.
-"""
+"""The chart installed by helm into a stand-in cluster: by Kubernetes' discovery its pods find each other."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, nullcontext
 
-import httpx
 import pytest
 
-from tests.helm.tools import tool
-from tests.k8s.api_store import (
-    ACCOUNTS,
-    BINDINGS,
-    DEPLOYMENTS,
-    PODS,
-    ROLES,
-    Object,
-    Resource,
-)
-from tests.k8s.cluster import MODEL, NAMESPACE, Cluster, cluster, sim_values
+from tests.k8s.api_store import ACCOUNTS, BINDINGS, DEPLOYMENTS, PODS, ROLES, Object
+from tests.k8s.cluster import NAMESPACE, Cluster
 from tests.k8s.cluster_control import is_ready
-from tests.k8s.network import private_network, reason_against
-from tests.k8s.pods_run import RunningPod
-from tests.models import tiny_model
-from tests.stack import Client, eventually
+from tests.k8s.served import METADATA, client, found_workers, listed, own_network, wait_for_workers
+from tests.stack import eventually
 
 pytestmark = pytest.mark.k8s
 
 COMPONENTS = ("frontend", "worker")
-METADATA = Resource("nvidia.com", "v1alpha1", "dynamoworkermetadatas", "DynamoWorkerMetadata")
-NO_NETWORK = reason_against()
-own_network = pytest.mark.skipif(bool(NO_NETWORK), reason=f"events go over a broker: {NO_NETWORK}")
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two frontends that share what they know, and two workers, ready."""
-    model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    tool("helm")  # fetched, if need be, while there is a network
-    with nullcontext() if NO_NETWORK else private_network(), cluster(with_broker=bool(NO_NETWORK)) as found:
-        found.install(sim_values(model, frontend__replicas=2, worker__replicas=2), "--wait", "--timeout", "60s")
-        yield found
-
-
-@asynccontextmanager
-async def client(frontend: RunningPod) -> AsyncIterator[Client]:
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-        yield Client(frontend.url("http"), MODEL, http)
-
-
-async def found_workers(frontend: RunningPod) -> int:
-    """How many workers a frontend sends requests to."""
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
-        instances = (await http.get(f"{frontend.url('http')}/health")).json()["instances"]
-    return sum(instance["endpoint"] == "generate" for instance in instances)
-
-
-async def wait_for_workers(frontend: RunningPod, number: int) -> None:
-    """Wait until a frontend has found so many."""
-    found = await eventually(lambda: found_workers(frontend), lambda now: now == number, 10)
-    assert found == number
-
-
-async def listed(frontend: RunningPod) -> bool:
-    """Whether a frontend has the model."""
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
-        return bool((await http.get(f"{frontend.url('http')}/v1/models")).json()["data"])
 
 
 async def test_two_workers_are_found_and_a_prefix_goes_where_it_lies(served: Cluster) -> None:
@@ -84,6 +28,27 @@ async def test_two_workers_are_found_and_a_prefix_goes_where_it_lies(served: Clu
             await asyncio.sleep(0.5)  # events reach both frontends
         # What went by the first frontend, the second one knows by the workers' events.
         assert [(await other.complete(p, max_tokens=2, ignore_eos=True)).cached_tokens for p in prompts] == [96] * 8
+
+
+def published(served: Cluster) -> set[str]:
+    """Pods that stand in discovery."""
+    return {obj["metadata"]["name"] for obj in served.store.all(METADATA, NAMESPACE)}
+
+
+async def test_a_worker_that_is_deleted_leaves_at_once_and_its_metadata_goes_with_its_pod(served: Cluster) -> None:
+    frontends, before = served.running("frontend"), {pod.name for pod in served.running("worker")}
+    assert published(served) >= before
+    gone = min(before)
+    served.store.delete(PODS, NAMESPACE, gone)
+    for frontend in frontends:
+        await wait_for_workers(frontend, 1, 2)
+    assert gone in published(served), "the pod is not gone yet"
+    served.wait("two ready workers", lambda: sum(map(is_ready, served.pods("worker"))) == 2, 40)
+    served.wait("its metadata collected", lambda: gone not in published(served), 20)
+    (ended,) = (one for one in served.kubelet.ended if one.pod == gone)
+    assert (ended.code, ended.why) == (0, "deleted")
+    for frontend in frontends:
+        await wait_for_workers(frontend, 2)
 
 
 def role(served: Cluster, component: str) -> list[Object]:
