@@ -9,7 +9,7 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
 # Wheels that the machine offers (a CPU build of torch, for instance) are taken before anything is downloaded.
 LINKS := $(if $(PIP_FIND_LINKS),$(foreach d,$(PIP_FIND_LINKS),--find-links $(d)))
 
-.PHONY: setup up test test-faults soak lint property helm-test image-check bench clean
+.PHONY: setup up test test-faults soak lint property helm-test k8s-test image-check bench clean
 
 setup: $(VENV)/.ready
 
@@ -50,6 +50,10 @@ fuzz: setup
 # The chart alone: rendered, linted, held against schemas, golden files and refusals (also part of `make test`).
 helm-test: setup
 	$(BIN)/python -m pytest tests/helm
+
+# The chart's pods started here, most in a stand-in cluster that the real helm installs into (also part of `make test`).
+k8s-test: setup
+	$(BIN)/python -m pytest tests/k8s
 
 # The image without a container engine: its Dockerfile read, the demo's image built by the Dockerfile's own commands and
 # started (a minute; the start needs root, and is left out with the reason where it cannot be).

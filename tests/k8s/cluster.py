@@ -1,68 +1,32 @@
 """A cluster on this machine: a stand-in API server, its controllers, a kubelet that starts pods as processes, and helm.
 
-helm is the real one: it reads and writes the API server as it would a cluster's, and keeps its releases in Secrets
-there. Left out are schedulers, networks and admission; all pods have the address 127.0.0.1 and free ports.
+Left out are schedulers and admission; all pods have the address 127.0.0.1 and free ports.
 """
 
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from tests.helm.chart import CHART, EXAMPLES, Object
 from tests.helm.tools import tool
 from tests.k8s.api_rules import Account
 from tests.k8s.api_server import ApiServer, Call
-from tests.k8s.api_store import ACCOUNTS, DEPLOYMENTS, PODS, Store
+from tests.k8s.api_store import ACCOUNTS, DEPLOYMENTS, PODS, Object, Store
 from tests.k8s.cluster_control import is_ready, reconcile
 from tests.k8s.cluster_kubelet import Kubelet
+from tests.k8s.helm_client import NAMESPACE, Helm
 from tests.k8s.network import private_network, reason_against
 from tests.k8s.pods_run import ROOT, Replacement, RunningPod, Site, site
 
-NAMESPACE = "prod"
-RELEASE = "demo"
-MODEL = "tiny"
 CONTROL_S = 0.1
-HELM_S = 150
 
 SIMULATED = Replacement(
     ("pagelane", "worker"),
     ("{python}", "-m", "tests.sim_worker", "--sim-directory", "{shared}"),
 )
 """The worker with a simulated engine core; all else of it is real."""
-
-
-class HelmError(Exception):
-    """Helm failed. The text is its own."""
-
-
-def sim_values(model: Path, **more: Any) -> dict[str, Any]:
-    """Values, beside those of the CPU demo, for simulated workers over a tiny model's folder. `more` are dotted keys
-    with two underscores for each dot.
-    """
-    flat = {
-        "model__prefetch__enabled": False,
-        "worker__config__model": str(model),
-        "worker__config__served_model_name": MODEL,
-        "worker__minReadySeconds": 1,
-        "worker__preStopSeconds": 1,
-        "worker__gracePeriodSeconds": 1,
-        **more,
-    }
-    values: dict[str, Any] = {}
-    for key, value in flat.items():
-        *path, last = key.split("__")
-        place = values
-        for step in path:
-            place = place.setdefault(step, {})
-        place[last] = value
-    return values
 
 
 @dataclass
@@ -73,34 +37,12 @@ class Cluster:
     api: ApiServer
     site: Site
     kubelet: Kubelet
+    helm: Helm
 
     @property
     def calls(self) -> Sequence[Call]:
         """All calls so far."""
         return list(self.api.calls)
-
-    def helm(self, *arguments: str, values: Mapping[str, Any] | None = None) -> str:
-        """What helm prints. Raises `HelmError`."""
-        config = self.site.directory / "admin.json"
-        config.write_text(self.api.kubeconfig(self.api.admin_token, NAMESPACE))
-        command = [str(tool("helm")), *arguments, "--namespace", NAMESPACE]
-        if values is not None:
-            path = self.site.directory / "values.yaml"
-            path.write_text(yaml.safe_dump(dict(values)))
-            command += ["--values", str(EXAMPLES / "cpu-demo.yaml"), "--values", str(path)]
-            # What the chart renders is held against Kubernetes' schemas elsewhere (tests/helm).
-            command += ["--disable-openapi-validation"]
-        environment = {"HOME": str(self.site.directory / "helm"), "KUBECONFIG": str(config)}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=HELM_S)
-        if done.returncode:
-            raise HelmError(done.stderr)
-        return done.stdout
-
-    def install(self, values: Mapping[str, Any], *flags: str) -> str:
-        return self.helm("install", RELEASE, str(CHART), *flags, values=values)
-
-    def upgrade(self, values: Mapping[str, Any], *flags: str) -> str:
-        return self.helm("upgrade", RELEASE, str(CHART), *flags, values=values)
 
     def pods(self, component: str, namespace: str = NAMESPACE) -> list[Object]:
         """Pods of a component that have not been deleted."""
@@ -151,7 +93,7 @@ def cluster(*, simulated: bool = True, **options: Any) -> Iterator[Cluster]:
     with site(by_files=False, **options) as place, ApiServer(store) as api:
         # The kubelet asks the cluster for a pod's variables.
         kubelet = Kubelet(store, place, lambda pod: found.variables(pod))
-        found = Cluster(store, api, place, kubelet)
+        found = Cluster(store, api, place, kubelet, Helm(api, place.directory))
         thread = threading.Thread(target=_control, args=(found,), name="controllers", daemon=True)
         thread.start()
         try:

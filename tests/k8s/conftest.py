@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.k8s.cluster import Cluster, networked_cluster, sim_values
+from tests.k8s.cluster import Cluster, networked_cluster
+from tests.k8s.helm_client import sim_values
 from tests.models import tiny_model
 
 pytest.register_assert_rewrite("tests.k8s.served")
@@ -21,5 +22,5 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(tiny: Path) -> Iterator[Cluster]:
     """Two frontends that share what they know, and two workers, ready."""
     with networked_cluster() as found:
-        found.install(sim_values(tiny, frontend__replicas=2, worker__replicas=2), "--wait", "--timeout", "60s")
+        found.helm.install(sim_values(tiny, frontend__replicas=2, worker__replicas=2), "--wait", "--timeout", "60s")
         yield found

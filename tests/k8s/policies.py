@@ -6,7 +6,8 @@ from typing import NamedTuple
 import psutil
 
 from tests.k8s.api_store import DEPLOYMENTS, Object
-from tests.k8s.cluster import NAMESPACE, Cluster
+from tests.k8s.cluster import Cluster
+from tests.k8s.helm_client import NAMESPACE
 
 COMPONENT = "app.kubernetes.io/component"
 OUTSIDE = "outside"

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.k8s.api_store import Resource
-from tests.k8s.cluster import MODEL
+from tests.k8s.helm_client import MODEL
 from tests.k8s.network import reason_against
 from tests.k8s.pods_run import RunningPod
 from tests.stack import Client, eventually

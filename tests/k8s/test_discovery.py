@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from tests.k8s.api_store import ACCOUNTS, BINDINGS, DEPLOYMENTS, PODS, ROLES, Object
-from tests.k8s.cluster import NAMESPACE, Cluster
+from tests.k8s.cluster import Cluster
 from tests.k8s.cluster_control import is_ready
+from tests.k8s.helm_client import NAMESPACE
 from tests.k8s.served import METADATA, client, found_workers, listed, own_network, wait_for_workers
 from tests.stack import eventually
 

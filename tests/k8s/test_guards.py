@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from tests.k8s.api_store import SERVICES, Resource
-from tests.k8s.cluster import NAMESPACE, Cluster
+from tests.k8s.cluster import Cluster
 from tests.k8s.cluster_control import is_ready
+from tests.k8s.helm_client import NAMESPACE
 from tests.k8s.policies import DRAWN, OUTSIDE, Flow, admitted, flows, listening, without_one_rule
 from tests.k8s.served import client, listed, own_network, wait_for_workers
 from tests.stack import eventually
