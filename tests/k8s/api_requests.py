@@ -95,7 +95,7 @@ def watch(store: Store, request: Request, send: Callable[[str, Object], None], o
                 store.changed.wait(min(1.0, end - time.monotonic()))
             events, seen = store.events[seen:], len(store.events)
         for event in events:
-            if event.version > since and event.resource == request.resource:
+            if not over() and event.version > since and event.resource == request.resource:
                 _send(request, event, send)
 
 

@@ -9,6 +9,8 @@ import re
 import secrets
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
@@ -47,6 +49,7 @@ class ApiServer:
         self.admin_token = secrets.token_hex(8)
         self._accounts: dict[str, Account] = {}
         self.over = False
+        self.down = False
         handler = type("Handler", (_Handler,), {"api": self})
         self._http = _Threads(("127.0.0.1", 0), handler)
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), name="api-server", daemon=True)
@@ -95,6 +98,15 @@ class ApiServer:
                 what = f'cannot {verb} resource "{request.resource.plural}" in API group "{request.resource.group}"'
                 raise ApiError(403, "Forbidden", f'forbidden: User "{account or "system:anonymous"}" {what}')
 
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Watches end, and calls are answered 503, until the context is left."""
+        self.down = True
+        try:
+            yield
+        finally:
+            self.down = False
+
     def __enter__(self) -> Self:
         self._thread.start()
         return self
@@ -132,6 +144,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.path = self.path.removeprefix(prefix)
             self.headers["Authorization"] = f"Bearer {self.api.admin_token}"
         try:
+            if self.api.down:
+                raise ApiError(503, "ServiceUnavailable", "the server is down")
             request = self._request(body)
             if request is None:
                 described = describe(urlsplit(self.path).path, self.api.store.resources())
@@ -203,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.close_connection = True
         try:
-            watch(self.api.store, request, self._line, lambda: self.api.over)
+            watch(self.api.store, request, self._line, lambda: self.api.over or self.api.down)
         except ConnectionError:
             return
 

@@ -16,7 +16,7 @@ from tests.k8s.api_server import ApiServer, Call
 from tests.k8s.api_store import ACCOUNTS, DEPLOYMENTS, PODS, Object, Store
 from tests.k8s.cluster_control import is_ready, reconcile
 from tests.k8s.cluster_kubelet import Kubelet
-from tests.k8s.helm_client import NAMESPACE, Helm
+from tests.k8s.helm_client import NAMESPACE, RELEASE, Helm
 from tests.k8s.network import private_network, reason_against
 from tests.k8s.pods_run import ROOT, Replacement, RunningPod, Site, site
 
@@ -44,15 +44,15 @@ class Cluster:
         """All calls so far."""
         return list(self.api.calls)
 
-    def pods(self, component: str, namespace: str = NAMESPACE) -> list[Object]:
-        """Pods of a component that have not been deleted."""
-        label = "app.kubernetes.io/component"
-        found = [pod for pod in self.store.all(PODS, namespace) if pod["metadata"]["labels"].get(label) == component]
+    def pods(self, component: str, release: str = RELEASE) -> list[Object]:
+        """Pods of a release's component that have not been deleted."""
+        wanted = {"app.kubernetes.io/component": component, "app.kubernetes.io/instance": release}
+        found = [p for p in self.store.all(PODS, NAMESPACE) if wanted.items() <= p["metadata"]["labels"].items()]
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
-    def running(self, component: str, namespace: str = NAMESPACE) -> list[RunningPod]:
+    def running(self, component: str, release: str = RELEASE) -> list[RunningPod]:
         """Their processes."""
-        names = [pod["metadata"]["name"] for pod in self.pods(component, namespace)]
+        names = [pod["metadata"]["name"] for pod in self.pods(component, release)]
         return [self.kubelet.running[name] for name in names if name in self.kubelet.running]
 
     def wait(self, what: str, condition: Callable[[], bool], within_s: float = 30) -> float:

@@ -73,9 +73,9 @@ class Helm:
             raise HelmError(done.stderr)
         return done.stdout
 
-    def install(self, values: Mapping[str, Any], *flags: str) -> str:
+    def install(self, values: Mapping[str, Any], *flags: str, release: str = RELEASE) -> str:
         """Install the chart. Raises `HelmError`."""
-        return self.run("install", RELEASE, str(CHART), *flags, values=values)
+        return self.run("install", release, str(CHART), *flags, values=values)
 
     def upgrade(self, values: Mapping[str, Any], *flags: str) -> str:
         """Upgrade the release to these values. Raises `HelmError`."""

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.k8s.api_store import Resource
-from tests.k8s.helm_client import MODEL
+from tests.k8s.helm_client import MODEL, RELEASE
 from tests.k8s.network import reason_against
 from tests.k8s.pods_run import RunningPod
 from tests.stack import Client, eventually
@@ -25,10 +25,11 @@ async def client(frontend: RunningPod) -> AsyncIterator[Client]:
 
 
 async def found_workers(frontend: RunningPod) -> int:
-    """How many workers a frontend sends requests to."""
+    """How many workers of the release a frontend has found."""
     async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
         instances = (await http.get(f"{frontend.url('http')}/health")).json()["instances"]
-    return sum(instance["endpoint"] == "generate" for instance in instances)
+    namespaces = [one["namespace"] for one in instances if one["endpoint"] == "generate"]
+    return sum(namespace.startswith(f"{RELEASE}-pagelane_page-") for namespace in namespaces)
 
 
 async def wait_for_workers(frontend: RunningPod, number: int, within_s: float = 10) -> None:
@@ -37,7 +38,7 @@ async def wait_for_workers(frontend: RunningPod, number: int, within_s: float = 
     assert found == number
 
 
-async def listed(frontend: RunningPod) -> bool:
-    """Whether a frontend has the model."""
+async def models(frontend: RunningPod) -> list[str]:
+    """What a frontend serves."""
     async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
-        return bool((await http.get(f"{frontend.url('http')}/v1/models")).json()["data"])
+        return [model["id"] for model in (await http.get(f"{frontend.url('http')}/v1/models")).json()["data"]]

@@ -8,7 +8,7 @@ from tests.k8s.api_store import ACCOUNTS, BINDINGS, DEPLOYMENTS, PODS, ROLES, Ob
 from tests.k8s.cluster import Cluster
 from tests.k8s.cluster_control import is_ready
 from tests.k8s.helm_client import NAMESPACE
-from tests.k8s.served import METADATA, client, found_workers, listed, own_network, wait_for_workers
+from tests.k8s.served import METADATA, client, found_workers, models, own_network, wait_for_workers
 from tests.stack import eventually
 
 pytestmark = pytest.mark.k8s
@@ -108,7 +108,7 @@ async def fate(served: Cluster, name: str) -> str:
     if name.startswith("worker"):
         return "serves"
     frontend = served.kubelet.running[name]
-    return f"finds {await found_workers(frontend)} workers" if await listed(frontend) else "has no model"
+    return f"finds {await found_workers(frontend)} workers" if await models(frontend) else "has no model"
 
 
 FATES = {
