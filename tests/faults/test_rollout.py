@@ -148,13 +148,15 @@ async def test_a_new_image_rolls_frontends_and_workers_with_no_request_failed(
 async def test_a_change_of_the_page_size_and_back_fails_no_request_and_sizes_never_meet(
     tiny: Path, figures: Callable[[str, float, str], None]
 ) -> None:
-    values = sim_values(tiny, worker__replicas=2)
+    # As where no GPU is spare: an old worker goes before a new one comes.
+    spare = {"worker__replicas": 2, "worker__maxSurge": 0, "worker__maxUnavailable": 1}
+    values = sim_values(tiny, **spare)
     namespaces = {size: f"demo-pagelane_page-{size}" for size in (16, 64)}
     with networked_cluster(replacements=(SLOWER,)) as found:
         found.helm.install(values, *WAIT)
         (frontend,) = found.running("frontend")
         async with steady_streams(found) as load:
-            larger = sim_values(tiny, worker__replicas=2, worker__config__kv_page_size=64)
+            larger = sim_values(tiny, **spare, worker__config__kv_page_size=64)
             await rolled(found, ("worker",), found.helm.upgrade, larger)
             assert set(_published(found)) == {(namespaces[64], 64)}
             await rolled(found, ("worker",), found.helm.run, "rollback", RELEASE, "1")
