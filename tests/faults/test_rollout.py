@@ -19,11 +19,11 @@ from typing import Any
 import httpx
 
 from tests.faults.harness import applied_statuses, prompt
-from tests.k8s.api_store import PODS, SLICES
+from tests.k8s.api_store import CLAIMS, PODS, SLICES
 from tests.k8s.cluster import SIMULATED, Cluster, networked_cluster
 from tests.k8s.helm_client import MODEL, NAMESPACE, RELEASE, sim_values
 from tests.k8s.pods_run import Replacement
-from tests.k8s.served import METADATA
+from tests.k8s.served import METADATA, wait_for_workers
 from tests.sim_core import expected_text
 from tests.stack import Client, metrics
 
@@ -166,3 +166,24 @@ async def test_a_change_of_the_page_size_and_back_fails_no_request_and_sizes_nev
         assert found.running("frontend") == [frontend], "the frontend has not changed"
         assert applied_statuses(await metrics(frontend.url("http"))) == {"ok"}
         figures("during a page size of 16, 64, 16 there were served", load.served, "requests, none failed")
+
+
+async def test_a_stateful_set_rolls_by_name_with_no_request_failed(tiny: Path) -> None:
+    options = {"worker__kind": "StatefulSet", "worker__replicas": 2, "model__cache__perWorker": True}
+    with networked_cluster(replacements=(SLOWER,)) as found:
+        found.helm.install(sim_values(tiny, **options), *WAIT)
+        before = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in found.pods("worker")}
+        assert set(before) == {"demo-pagelane-worker-0", "demo-pagelane-worker-1"}
+        async with steady_streams(found) as load:
+            changed = sim_values(tiny, **options, worker__config__max_queue=100)
+            await asyncio.to_thread(found.helm.upgrade, changed, *WAIT)
+        after = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in found.pods("worker")}
+        assert (set(after), set(after.values()) & set(before.values())) == (set(before), set())
+        assert [one.pod for one in found.kubelet.ended] == ["demo-pagelane-worker-1", "demo-pagelane-worker-0"]
+        (frontend,) = found.running("frontend")
+        await wait_for_workers(frontend, 2)
+        owners = {m["metadata"]["name"]: m["metadata"]["ownerReferences"][0]["uid"] for m in found.store.all(METADATA)}
+        assert owners == after, "what the old pods had published went with them"
+        claims = {claim["metadata"]["name"] for claim in found.store.all(CLAIMS)}
+        assert claims == {f"cache-{name}" for name in before}
+        assert load.served > 0

@@ -45,8 +45,10 @@ class Resource(NamedTuple):
 
 PODS = Resource("", "v1", "pods", "Pod")
 SERVICES = Resource("", "v1", "services", "Service")
+CLAIMS = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
 DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
+STATEFUL_SETS = Resource("apps", "v1", "statefulsets", "StatefulSet")
 REPLICA_SETS = Resource("apps", "v1", "replicasets", "ReplicaSet")
 SLICES = Resource("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice")
 ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
@@ -55,7 +57,7 @@ DEFINITIONS = Resource(
     "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
 )
 BUILT_IN = (
-    *(PODS, SERVICES, ACCOUNTS, DEPLOYMENTS, REPLICA_SETS, SLICES, ROLES, BINDINGS, DEFINITIONS),
+    *(PODS, SERVICES, CLAIMS, ACCOUNTS, DEPLOYMENTS, STATEFUL_SETS, REPLICA_SETS, SLICES, ROLES, BINDINGS, DEFINITIONS),
     Resource("", "v1", "namespaces", "Namespace", namespaced=False),
     Resource("", "v1", "configmaps", "ConfigMap"),
     Resource("", "v1", "secrets", "Secret"),

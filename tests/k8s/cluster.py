@@ -13,9 +13,10 @@ from typing import Any
 from tests.helm.tools import tool
 from tests.k8s.api_rules import Account
 from tests.k8s.api_server import ApiServer, Call
-from tests.k8s.api_store import ACCOUNTS, DEPLOYMENTS, PODS, Object, Store
-from tests.k8s.cluster_control import is_ready, reconcile
+from tests.k8s.api_store import ACCOUNTS, DEPLOYMENTS, PODS, REPLICA_SETS, SERVICES, STATEFUL_SETS, Object, Store
+from tests.k8s.cluster_control import reconcile_deployment, reconcile_pods, reconcile_slice
 from tests.k8s.cluster_kubelet import Kubelet
+from tests.k8s.cluster_sets import reconcile_stateful_set
 from tests.k8s.helm_client import NAMESPACE, RELEASE, Helm
 from tests.k8s.network import private_network, reason_against
 from tests.k8s.pods_run import ROOT, Replacement, RunningPod, Site, site
@@ -63,16 +64,6 @@ class Cluster:
             raise TimeoutError(f"not seen within {within_s:g} s: {what}; pods: {states}")
         return time.monotonic() - began
 
-    def wait_ready(self, within_s: float = 40) -> float:
-        """Wait until every Deployment has what it wants, all of it ready."""
-
-        def complete() -> bool:
-            wanted = {d["metadata"]["uid"]: d["spec"].get("replicas", 1) for d in self.store.all(DEPLOYMENTS)}
-            pods = self.store.all(PODS)
-            return len(pods) == sum(wanted.values()) and all(map(is_ready, pods))
-
-        return self.wait("all pods ready", complete, within_s)
-
     def variables(self, pod: Object) -> dict[str, str]:
         """How a pod reaches the API server: with its account's token, if it may have one."""
         metadata, spec = pod["metadata"], pod["spec"]
@@ -113,6 +104,20 @@ def networked_cluster(**options: Any) -> Iterator[Cluster]:
     alone = not reason_against()
     with private_network() if alone else nullcontext(), cluster(with_broker=not alone, **options) as found:
         yield found
+
+
+def reconcile(store: Store) -> None:
+    """One look of all controllers at everything. What is as it should be is not written."""
+    parts = (
+        (SERVICES, reconcile_slice),
+        (DEPLOYMENTS, reconcile_deployment),
+        (REPLICA_SETS, reconcile_pods),
+        (STATEFUL_SETS, reconcile_stateful_set),
+    )
+    with store.changed:
+        for resource, part in parts:
+            for obj in store.all(resource):
+                part(store, obj)
 
 
 def _control(found: Cluster) -> None:

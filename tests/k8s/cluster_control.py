@@ -1,6 +1,7 @@
 """The controllers that discovery and roll-outs lean on, as functions from objects to objects.
 
-EndpointSlices of Services and pods, ReplicaSets of Deployments in the sizes of a rolling update, pods of ReplicaSets.
+EndpointSlices of Services and pods, ReplicaSets of Deployments in the sizes of a rolling update, pods of ReplicaSets;
+StatefulSets are in `cluster_sets`.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from tests.k8s.api_store import ACCOUNTS, DEPLOYMENTS, PODS, REPLICA_SETS, SERVICES, SLICES, Object, Store
+from tests.k8s.api_store import ACCOUNTS, DEPLOYMENTS, PODS, REPLICA_SETS, SLICES, Object, Store
 
 HASH = "pod-template-hash"
 
@@ -52,21 +53,21 @@ def owned(store: Store, owner: Object) -> list[Object]:
     return [one for one in candidates if any(r["uid"] == uid for r in one["metadata"].get("ownerReferences", ()))]
 
 
+def template_hash(template: Object) -> str:
+    """What tells pods of one template from those of another."""
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def has_account(store: Store, namespace: str, template: Object) -> bool:
+    """Whether there is the account of a template's pods. Kubernetes refuses them without it, and tries again."""
+    account = template["spec"].get("serviceAccountName", "default")
+    return store.find(ACCOUNTS, namespace, account) is not None
+
+
 def owner_reference(obj: Object) -> Object:
     metadata = obj["metadata"]
     named = {"apiVersion": obj["apiVersion"], "kind": obj["kind"], "name": metadata["name"], "uid": metadata["uid"]}
     return named | {"controller": True, "blockOwnerDeletion": True}
-
-
-def reconcile(store: Store) -> None:
-    """One look at everything. What is as it should be is not written."""
-    with store.changed:
-        for service in store.all(SERVICES):
-            reconcile_slice(store, service)
-        for deployment in store.all(DEPLOYMENTS):
-            reconcile_deployment(store, deployment)
-        for replica_set in store.all(REPLICA_SETS):
-            reconcile_pods(store, replica_set)
 
 
 def reconcile_slice(store: Store, service: Object) -> None:
@@ -112,7 +113,7 @@ def reconcile_deployment(store: Store, deployment: Object) -> None:
     """The ReplicaSet of the newest template, the sizes of all, and what the Deployment's status says of them."""
     metadata, spec = deployment["metadata"], deployment["spec"]
     namespace, wanted = metadata["namespace"], spec.get("replicas", 1)
-    digest = hashlib.sha256(json.dumps(spec["template"], sort_keys=True).encode()).hexdigest()[:10]
+    digest = template_hash(spec["template"])
     name = f"{metadata['name']}-{digest}"
     sets = {one["metadata"]["name"]: one for one in owned(store, deployment)}
     if name not in sets:
@@ -197,10 +198,7 @@ def reconcile_pods(store: Store, replica_set: Object) -> None:
     pods = sorted((pod for pod in owned(store, replica_set) if not is_leaving(pod)), key=is_ready)
     for pod in pods[: max(0, len(pods) - spec["replicas"])]:
         store.delete(PODS, namespace, pod["metadata"]["name"])
-    account = template["spec"].get("serviceAccountName", "default")
-    if store.find(ACCOUNTS, namespace, account) is None:
-        return  # A pod of an account that is not there is refused, and tried again.
-    for _ in range(spec["replicas"] - len(pods)):
+    for _ in range(spec["replicas"] - len(pods) if has_account(store, namespace, template) else 0):
         name = f"{metadata['name']}-{secrets.token_hex(3)[:5]}"
         own = template["metadata"] | {"name": name, "ownerReferences": [owner_reference(replica_set)]}
         store.create(PODS, namespace, {"metadata": own, "spec": template["spec"]})

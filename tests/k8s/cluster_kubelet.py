@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from tests.k8s.api_store import PODS, ApiError, Object, Resource, Store, now
+from tests.k8s.api_store import CLAIMS, PODS, ApiError, Object, Resource, Store, now
 from tests.k8s.cluster_control import condition
 from tests.k8s.pods import Container, Identity, PodError, Probe, resolve
 from tests.k8s.pods_probes import succeeds
@@ -126,6 +126,10 @@ class Kubelet:
         metadata = pod["metadata"]
         identity = Identity(name=metadata["name"], namespace=metadata["namespace"], uid=metadata["uid"])
         objects = self.store.all(CONFIG_MAPS, metadata["namespace"])
+        for claim in self.store.all(CLAIMS, metadata["namespace"]):
+            folder = self.site.directory / "claims" / claim["metadata"]["name"]
+            folder.mkdir(parents=True, exist_ok=True)
+            self.site.claims = {**self.site.claims, claim["metadata"]["name"]: folder}
         return self.site.start(resolve(pod, objects, identity), metadata["name"], self.variables(pod))
 
     def _attend(self, pod: Object, running: RunningPod, restarts: int) -> None:

@@ -25,7 +25,8 @@ from tests.k8s.api_store import (
     Store,
     matches,
 )
-from tests.k8s.cluster_control import Count, reconcile, sizes
+from tests.k8s.cluster import reconcile
+from tests.k8s.cluster_control import Count, sizes
 
 pytestmark = pytest.mark.k8s
 
