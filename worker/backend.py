@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 from dynamo.common.backend.engine import EngineConfig, LLMEngine, LlmRegistration
-from dynamo.common.backend.health_check import build_health_check_payload, is_probe
+from dynamo.common.backend.health_check import is_probe
 from dynamo.common.backend.publisher import PushSource
 from dynamo.common.backend.worker import WorkerConfig as DynamoConfig
 from dynamo.llm.exceptions import DynamoException, EngineShutdown, InvalidArgument, Unknown
@@ -23,6 +23,7 @@ from dynamo.llm.exceptions import DynamoException, EngineShutdown, InvalidArgume
 from engine.messages import Finished, Ready, Sampling, Submit
 from kv.hashing import Blake2bHasher
 from worker import convert, metrics
+from worker.alive import LoopWatch
 from worker.chunks import Chunk, final_chunk
 from worker.client import CORE_COMMAND, ClientConfig, CoreClient, CoreError, Listener
 from worker.config import ConfigError, WorkerConfig
@@ -30,6 +31,7 @@ from worker.flags import load_config
 from worker.model import generation_defaults
 from worker.publish import RANK, EventRelay, LoadReporter
 from worker.registration import (
+    LEASE_S,
     LEASED,
     PAGE_SIZE_KEY,
     RegistrationWatch,
@@ -54,6 +56,8 @@ class Surroundings:
     end_process: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
     """Called once when this worker cannot go on: Dynamo's Worker owns SIGTERM and leaves discovery on it."""
     watch: RegistrationWatch = field(default_factory=RegistrationWatch)
+    loop_limit_s: float = LEASE_S
+    """How long the event loop may stand still: a worker that does for longer has lost its registration."""
 
 
 class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
@@ -84,6 +88,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         self._loop: asyncio.AbstractEventLoop | None = None
         self._load_timer: asyncio.Task[None] | None = None
         self._registration_watch: asyncio.Task[None] | None = None
+        self._loop_watch: LoopWatch | None = None
         self._observed: metrics.RequestMetrics | None = None
         self._registry: Any = None
 
@@ -112,12 +117,20 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         Dynamo itself looks at a signal only when `start` has returned.
         """
         self._leaving = True
+        if self._loop_watch is not None and self.failure is None:
+            self._failure = self._loop_watch.verdict()
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._interrupt_load)
+            self._loop.call_soon_threadsafe(self._prepare_to_leave)
 
-    def _interrupt_load(self) -> None:
+    def _prepare_to_leave(self) -> None:
+        self._stop_loop_watch()  # Dynamo's deadline holds now
         if self._ready is None and self._client is not None:
             self._client.abandon()
+
+    def _stop_loop_watch(self) -> None:
+        if self._loop_watch is not None:
+            self._loop_watch.stop()
+            self._loop_watch = None
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Start the engine core and wait until it can serve. Raises `EngineShutdown` if it cannot."""
@@ -149,6 +162,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         self._served = self._model(ready, defaults)
         self._load = LoadReporter(ready.usable_pages, self.config.load_publish_interval_s, self._around.clock)
         self._load_timer = asyncio.get_running_loop().create_task(self._report_regularly())
+        self._loop_watch = None if self._leaving else LoopWatch(self._around.loop_limit_s)
         sources = metrics.Sources(
             lambda: self._live_client().stats, ready, self._published, lambda: len(asyncio.all_tasks(self._loop))
         )
@@ -315,6 +329,7 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         May be called on a backend that never started, and more than once.
         """
         self._draining = True
+        self._stop_loop_watch()
         if self._registration_watch is not None:
             self._registration_watch.cancel()
             self._registration_watch = None
@@ -351,13 +366,9 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         if self._registry is not None:
             metrics.register(metrics_handle, self._registry)
 
-    async def health_check_payload(self) -> dict[str, Any]:
-        """The canary; `generate` answers it from the core's heartbeat, past the queue."""
-        return dict(build_health_check_payload(bos_token_id=1))
-
     def _probe_chunk(self) -> Chunk:
         self._refuse_if_going()
-        if self._leaving:  # still serving, but one green answer would bring the pod back into its Service
+        if self._leaving:
             raise EngineShutdown("this worker was told to end")
         return final_chunk([], Finished(0, "stop", 1, 0, 0))
 

@@ -87,15 +87,13 @@ def check_system_port(environ: Mapping[str, str]) -> None:
 
 
 def make_health_tell_of(endpoint: str, environ: MutableMapping[str, str]) -> None:
-    """Have /live and /health tell of the endpoint that serves requests, a second after it does, unless `environ` says
-    otherwise.
+    """Have /live and /health tell of the endpoint that serves requests, unless `environ` says otherwise.
 
     Left alone, Dynamo counts every endpoint: the one for KV queries turns both green a moment before requests can be
-    served, and with canaries on the other turns them red again until the first canary, after 10 s. A startup probe that
-    looks in that moment hands the worker to a liveness probe that then kills it.
+    served. The endpoint has no canary, so that Dynamo turns it green when it serves and red at SIGTERM, for good: with
+    one, each token of a running stream would turn it green again.
     """
     environ.setdefault("DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS", json.dumps([endpoint]))
-    environ.setdefault("DYN_CANARY_WAIT_TIME", "1")
 
 
 def tell_of_signals(backend: Backend) -> None:

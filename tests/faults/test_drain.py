@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import Load, SimStack, busy, consistent, idle, prompt, serves, streams
+from tests.faults.harness import Load, SimStack, busy, consistent, idle, prompt, serves, status, streams
 from tests.stack import client, eventually, metrics
 
 ROW_FLAGS = ("--max-bucket", "4", "--max-step-tokens", "32")
@@ -64,6 +64,25 @@ async def test_what_waits_in_a_draining_worker_starts_elsewhere_before_the_drain
             assert not running.tasks[0].done()
             assert await running.lost() == []
             assert await leaving == 0
+
+
+@pytest.mark.parametrize("canary", ["true", "false"])
+async def test_health_is_red_from_sigterm_on_while_streams_go_on(tiny: Path, tmp_path: Path, canary: str) -> None:
+    environment = {"DYN_HEALTH_CHECK_ENABLED": canary, "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1"}
+    with SimStack(tiny, directory=tmp_path, sim=("--sim-step-s", "0.01"), environment=environment) as stack:
+        (worker,) = stack.workers
+        async with client(stack) as api:
+            load = streams(api)
+            await busy(stack, active=32)
+            leaving = asyncio.create_task(asyncio.to_thread(stack.remove_worker, worker))
+            await asyncio.sleep(0.5)
+            seen = set()
+            while not leaving.done():
+                seen |= {await status(f"{worker.system_url}/{path}") for path in ("live", "health")}
+            assert await load.lost() == []
+            assert await leaving == 0
+            assert 503 in seen
+            assert seen <= {503, 0}, "0: it has ended"
 
 
 async def test_a_rolling_restart_of_three_workers_fails_no_request(tiny: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import uvloop
 from dynamo._core import Context
-from dynamo.common.backend.health_check import is_probe
+from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.llm.exceptions import CannotConnect, EngineShutdown, InvalidArgument, Unknown
 
 from engine.messages import Stats
@@ -74,7 +74,7 @@ class Recorder:
 def make(model: Path, *options: str, recorder: Recorder | None = None, **settings: Any) -> Backend:
     end = recorder.end_process if recorder is not None else lambda: None
     command = (sys.executable, FAKE_CORE, *options)
-    around = Surroundings(core_command=command, rng=lambda: random.Random(0), end_process=end)
+    around = Surroundings(core_command=command, rng=lambda: random.Random(0), end_process=end, loop_limit_s=3600)
     return Backend(WorkerConfig(model=str(model), **{"drain_timeout_s": 0.2} | settings), around)
 
 
@@ -461,7 +461,7 @@ async def test_a_lost_core_fails_its_requests_and_ends_the_process_once(model):
         with pytest.raises(EngineShutdown):
             await collect(backend, request())
         with pytest.raises(EngineShutdown):
-            await collect(backend, await backend.health_check_payload())
+            await collect(backend, build_health_check_payload(1))
         assert recorder.ends == 1
 
 
@@ -471,8 +471,7 @@ async def test_the_canary_is_answered_past_the_queue(model):
         await until(lambda: backend._client.stats.active == 1)
         busy.append(asyncio.create_task(collect(backend, request(max_tokens=10))))
         await until(lambda: backend._client.stats.waiting == 1)
-        payload = await backend.health_check_payload()
-        assert is_probe(payload)
+        payload = build_health_check_payload(1)
         os.kill(backend._client.pid, signal.SIGSTOP)
         try:
             check_stream(await asyncio.wait_for(collect(backend, payload), 5))
@@ -481,9 +480,10 @@ async def test_the_canary_is_answered_past_the_queue(model):
         await asyncio.gather(*busy)
 
 
-async def test_a_worker_that_was_told_to_end_serves_on_but_its_health_stays_red(model):
+async def test_a_worker_that_was_told_to_end_serves_on_but_refuses_canaries(model):
     async with started(model) as (backend, _):
-        payload = await backend.health_check_payload()
+        assert await backend.health_check_payload() is None, "tokens of a running stream would keep health green"
+        payload = build_health_check_payload(1)
         check_stream(await collect(backend, payload))
         backend.leave()
         check_stream(await collect(backend, request()))

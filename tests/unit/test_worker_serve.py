@@ -66,11 +66,10 @@ def test_no_system_port_is_no_error(port):
 def test_health_tells_of_the_endpoint_that_serves_unless_it_is_set_otherwise():
     environ: dict[str, str] = {}
     serve.make_health_tell_of("generate", environ)
-    assert environ == {"DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": '["generate"]', "DYN_CANARY_WAIT_TIME": "1"}
-    chosen = {"DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": "[]", "DYN_CANARY_WAIT_TIME": "7"}
-    environ = dict(chosen)
+    assert environ == {"DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": '["generate"]'}
+    environ = {"DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": "[]"}
     serve.make_health_tell_of("generate", environ)
-    assert environ == chosen
+    assert environ == {"DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": "[]"}
 
 
 def test_help_is_no_error(capsys):
