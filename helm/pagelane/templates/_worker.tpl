@@ -78,8 +78,6 @@
   value: $(POD_IP)
 - name: DYN_TCP_RPC_PORT
   value: {{ int .Values.worker.rpcPort | quote }}
-- name: DYN_HEALTH_CHECK_ENABLED
-  value: {{ .Values.worker.canary | quote }}
 - name: DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS
   value: {{ int .Values.worker.gracePeriodSeconds | quote }}
 - name: DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT
