@@ -45,6 +45,11 @@ class Users:
         await asyncio.gather(*self._tasks)
 
 
+def happened(stack: SimStack, users: Users, dealt: Counter[str], lines: int = 150) -> str:
+    """What a failure is judged by: what was lost, after which faults, and the end of everybody's log."""
+    return "\n".join([*users.lost, f"after {dealt.total()} faults: {dict(dealt)}", *stack.log[-lines:]])
+
+
 async def deal(stack: SimStack, fault: str, victim: LocalWorker) -> None:
     """Do it, wait until it is over, and replace a worker that is gone."""
     if fault == "drain":
@@ -81,13 +86,16 @@ async def chaos(tiny: Path, tmp_path: Path, seconds: float, figures) -> None:
         while time.monotonic() < until:
             await busy(stack, active=1)
             fault = FAULTS[dealt.total()] if dealt.total() < len(FAULTS) else rng.choice(FAULTS)
-            await deal(stack, fault, rng.choice(stack.workers))
+            victim = rng.choice(stack.workers)
+            stack.log.append(f"test | {fault}: {victim.child.name}, instance {victim.instance_id:x}")
+            await deal(stack, fault, victim)
+            stack.log.append(f"test | {fault} is over")
             dealt[fault] += 1
-            assert users.lost == [], dealt
+            assert not users.lost, happened(stack, users, dealt)
         await users.stop()
         figures("chaos: faults dealt out", dealt.total(), f"({dict(dealt)})")
         figures("chaos: requests answered, none lost", users.answered, "requests")
-        assert users.lost == []
+        assert not users.lost, happened(stack, users, dealt)
         await consistent(stack)
 
 
