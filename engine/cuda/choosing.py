@@ -1,14 +1,14 @@
 """From the logits of a step's sampled rows to their tokens and log probabilities, all of it on the device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
 from engine.cuda.adjust import LogitsAdjuster
 from engine.cuda.arena import DeviceArena
 from engine.cuda.inputs import StepInputs
-from engine.cuda.logprobs import DeviceLogprobs, Sizes, packed
+from engine.cuda.logprobs import MOST, DeviceLogprobs, Sizes, packed
 from engine.cuda.sampling import DeviceSampler
 from engine.messages import Logprobs
 from engine.plan import PlanCapacity
@@ -22,6 +22,11 @@ class Asked(NamedTuple):
     """Penalties, or tokens to suppress."""
     wishes: Mapping[int, int]
     """By place of a row in the step's sampled rows: of how many of the likeliest tokens it wants log probabilities."""
+
+    @classmethod
+    def anything(cls, rows: int) -> Self:
+        """Whatever a step of so many rows may ask for: all is launched, and each row's columns say what it gets."""
+        return cls(True, dict.fromkeys(range(rows), MOST))
 
 
 NOTHING = Asked(False, {})
@@ -54,13 +59,13 @@ class TokenChooser:
         return Asked(self._adjuster.adjusts(plan), self.logprobs.wishes(plan.sampled_rows))
 
     def choose(
-        self, logits: Tensor, rows: slice, tokens: Tensor, asked: Asked, *, turn: int, again: Callable[[], None]
+        self, logits: Tensor, rows: slice, tokens: Tensor, asked: Asked, *, turn: int | None, again: Callable[[], None]
     ) -> None:
         """Write the tokens of the sampled rows `rows` to `tokens` (int32 `[rows]`), and remember them on the device.
 
         `logits`, float32 `[rows, vocab]`, may be changed; `again` computes them anew for log probabilities, which are
-        the model's own and go to the results of `turn`. Only `asked` decides what is launched, so that a step may be
-        captured.
+        the model's own and go to the results of `turn`, or if that is None to where `DeviceLogprobs.place` takes them
+        from. Only `asked` decides what is launched, so that a step may be captured.
         """
         if asked.adjusts:
             self._adjuster.adjust(logits, self._inputs, rows)

@@ -13,7 +13,7 @@ from engine.cuda.attention_plan import StepRows
 from engine.cuda.choosing import NOTHING, Asked, TokenChooser, collected
 from engine.cuda.decoder import CudaDecoder, StepAttention
 from engine.cuda.driver import copy_stream
-from engine.cuda.graphs import DecodeGraphs, GraphKey
+from engine.cuda.graphs import KINDS, DecodeGraphs, GraphKey
 from engine.cuda.inputs import STAGES, Array, StepInputs, step_rows
 from engine.messages import Logprobs
 from engine.plan import PlanCapacity
@@ -118,10 +118,23 @@ class CudaExecutor:
         """Captured decode steps; None launches all steps kernel by kernel."""
         self._bucket_results = parts.logits.take("bucket_results")
         self._sums = parts.logits.take("sums")
+        self._launched_eagerly = 0
+
+    @property
+    def graph_steps(self) -> int:
+        """Decode steps that a graph computed; a decode step has no chunks."""
+        return 0 if self.graphs is None else self.graphs.replayed
+
+    @property
+    def eager_steps(self) -> int:
+        """Decode steps that were launched kernel by kernel."""
+        return self._launched_eagerly + (0 if self.graphs is None else self.graphs.eager)
 
     @torch.inference_mode()
     def capture(self, graphs: DecodeGraphs) -> None:
         """Capture every bucket, the largest first, and use the graphs from now on. No step may be in flight.
+
+        Each has a graph for steps that ask for tokens alone, and one for those in which some row asks for more.
 
         The steps run once each, with all rows in the padding slot: nothing of the pool is touched but its page 0.
         """
@@ -130,7 +143,8 @@ class CudaExecutor:
             for rows in self.parts.attention.probes(bucket):
                 lengths = rows.decode_lengths.tolist()
                 self._prepare(StepPlan(0, [], [], [slot] * len(lengths), lengths, []), rows, bucket)
-                graphs.capture(self._key(bucket), partial(self._decode, bucket))
+                for asks in KINDS:
+                    graphs.capture(self._key(bucket, asks), partial(self._decode, bucket, asks))
         self.graphs = graphs
 
     @torch.inference_mode()
@@ -140,12 +154,14 @@ class CudaExecutor:
         rows = step_rows(plan)
         bucket = self._bucket(plan)
         self._prepare(plan, rows, bucket)
+        asked, prompt_logprobs = self._chooser.asked(plan), {}
         if bucket is not None and self.graphs is not None:
-            self.graphs.run(self._key(bucket), partial(self._decode, bucket))
+            asks = asked != NOTHING
+            self.graphs.run(self._key(bucket, asks), partial(self._decode, bucket, asks))
             if self.tap is not None:
                 self.tap(plan.decode_rows, self._logits[: len(plan.decode_rows)])
-            return self._fetch(plan, bucket - len(plan.decode_rows), NOTHING, {})
-        asked, prompt_logprobs = self._chooser.asked(plan), {}
+            return self._fetch(plan, bucket - len(plan.decode_rows), asked, {})
+        self._launched_eagerly += bool(plan.decode_rows) and not plan.chunks
         if plan.tokens:
             tokens = self.inputs.by_token
             hidden = self.parts.decoder.forward(
@@ -175,9 +191,6 @@ class CudaExecutor:
         """The bucket whose graph computes `plan`; None for a step that no graph computes."""
         if self.graphs is None or plan.chunks or not plan.decode_rows:
             return None
-        started = {start.row for start in plan.starts}
-        if self._chooser.asked(plan) != NOTHING or not started.isdisjoint(plan.decode_rows):
-            return None
         bucket = self.graphs.ladder.bucket(len(plan.decode_rows))
         # A tap must see all logits of the step at once.
         return bucket if self.tap is None or bucket <= self._logits.shape[0] else None
@@ -190,14 +203,16 @@ class CudaExecutor:
         self.inputs.write(plan, rows, turn=self._turn, bucket=bucket)
         self._chooser.start(plan.starts)
 
-    def _key(self, bucket: int) -> GraphKey:
-        return GraphKey(bucket, self.parts.attention.variant)
+    def _key(self, bucket: int, asks: bool) -> GraphKey:
+        return GraphKey(bucket, self.parts.attention.variant, asks)
 
-    def _decode(self, bucket: int) -> None:
+    def _decode(self, bucket: int, asks: bool) -> None:
         """Compute the prepared decode step of `bucket` rows, its tokens and faults in the place of its turn.
 
-        May be captured: it reads nothing of the host but `bucket`, the step's variant of attention and addresses.
+        If it `asks`, also what rows may ask for beside a token: rows that do not, padding among them, are left alone.
+        May be captured: it reads nothing of the host but these two, the step's variant of attention and addresses.
         """
+        asked = Asked.anything(bucket) if asks else NOTHING
         self.inputs.derive(bucket)
         tokens = self.inputs.by_token
         hidden = self.parts.decoder.forward(
@@ -212,8 +227,11 @@ class CudaExecutor:
             logits = self._logits[: end - begin]
             project = partial(self._project, hidden[begin:end], logits)
             project()
-            self._chooser.choose(logits, slice(begin, end), chosen[begin:end], NOTHING, turn=0, again=project)
-        self._results.index_copy_(0, self.inputs.staged["result_turn"], self._bucket_results)
+            self._chooser.choose(logits, slice(begin, end), chosen[begin:end], asked, turn=None, again=project)
+        turn = self.inputs.staged["result_turn"]
+        self._results.index_copy_(0, turn, self._bucket_results)
+        if asks:
+            self._chooser.logprobs.place(turn)
 
     def _project(self, hidden: Tensor, logits: Tensor) -> None:
         """Write the logits of `hidden [rows, hidden]`."""

@@ -1,4 +1,4 @@
-"""Decode steps captured as CUDA graphs, one for each bucket and each way to compute it.
+"""Decode steps captured as CUDA graphs, two for each bucket and each way to compute its attention.
 
 A graph replays kernels with the arguments of its capture: addresses, grids and numbers. So it may only be replayed for
 a step that would launch exactly these, which is what `GraphKey` says, and everything else that a step brings must have
@@ -17,12 +17,18 @@ Work = Callable[[], None]
 """Launches a step's kernels, all of them on the current stream, without waiting and without asking the device."""
 
 
+KINDS = (True, False)
+"""Values of `GraphKey.asks`, in the order of capture: what needs most comes first."""
+
+
 class GraphKey(NamedTuple):
     """All that the launches of a decode step depend on beside memory at fixed addresses."""
 
     bucket: int
     attention: Hashable
     """Kernel, split and grid of the attention, as the step's plan has them."""
+    asks: bool
+    """Penalties, suppressed tokens and log probabilities are computed for all rows, and change those that ask."""
 
 
 class GraphError(ValueError):
@@ -81,6 +87,8 @@ class DecodeGraphs:
 
     def __init__(self, ladder: Ladder, recorder: Recorder) -> None:
         self.ladder = ladder
+        self.replayed = 0
+        """Steps that a graph computed."""
         self.eager = 0
         """Steps in a bucket that had no graph and were launched kernel by kernel."""
         self._recorder = recorder
@@ -110,4 +118,5 @@ class DecodeGraphs:
             self.eager += 1
             work()
         else:
+            self.replayed += 1
             graph.replay()

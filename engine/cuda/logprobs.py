@@ -51,6 +51,8 @@ class DeviceLogprobs:
         buffers.reserve("logprob_unused", (sizes.slice_rows,), torch.int32)
         buffers.reserve("logprob_prompt", (sizes.slice_rows, _WIDTH), torch.float32)
         buffers.reserve("logprob_results", (STAGES + 1, sizes.rows, _WIDTH), torch.float32)
+        # A graph writes to one place, and then into the place of the step's turn.
+        buffers.reserve("logprob_bucket_results", (1, sizes.rows, _WIDTH), torch.float32)
 
     def __init__(self, buffers: Buffers, sampler: DeviceSampler, vocab: int) -> None:
         from engine.kernels.logprobs import LogprobColumns, LogprobOutputs, read_logprobs
@@ -71,6 +73,7 @@ class DeviceLogprobs:
         self._slots, self._unused = buffers.take("logprob_slots"), buffers.take("logprob_unused")
         self._prompt = buffers.take("logprob_prompt")
         self._results = buffers.take("logprob_results")
+        self._bucket_results = buffers.take("logprob_bucket_results")
         on_gpu = self._results.device.type == "cuda"
         self._host = torch.zeros(self._results.shape, dtype=torch.float32, pin_memory=on_gpu)
         shape = tuple(self._memory.shape)
@@ -114,14 +117,20 @@ class DeviceLogprobs:
             return {}
         return {place: self._wanted[row] for place, row in enumerate(rows) if row in self._wanted}
 
-    def read(self, logits: Tensor, inputs: StepInputs, rows: slice, tokens: Tensor, turn: int) -> None:
+    def read(self, logits: Tensor, inputs: StepInputs, rows: slice, tokens: Tensor, turn: int | None) -> None:
         """Queue the reading of the sampled rows `rows`, whose tokens (int32) were drawn, for the step of `turn`.
 
-        `logits` are the model's own, float32 `[rows, vocab]`. Overwrites the sampler's scratch.
+        Without a turn, which a graph does not know, `place` is to follow. `logits` are the model's own, float32
+        `[rows, vocab]`. Overwrites the sampler's scratch.
         """
         slots = inputs.sampled_rows("sampled_slots", rows.start, rows.stop)
-        target = self._out(self._results[turn, rows])
+        results = self._bucket_results[0] if turn is None else self._results[turn]
+        target = self._out(results[rows])
         self._read(logits, self._columns, slots, tokens, target, self._space, self._unused[: len(logits)])
+
+    def place(self, turn: Tensor) -> None:
+        """Bring what was read without a turn to the results of `turn` (int64 `[1]`, on the device)."""
+        self._results.index_copy_(0, turn, self._bucket_results)
 
     def fetch(self, turn: int, count: int) -> Tensor:
         """Queue the copy of the first `count` results of `turn` to the host; valid when the stream has come so far."""

@@ -31,7 +31,7 @@ from engine.cuda.lane import CudaBuild, prepare
 from engine.ladder import Ladder
 from engine.messages import Sampling
 from engine.models.config import ModelConfig, load_model_config
-from engine.step import RowStart, StepPlan
+from engine.step import RowContext, RowStart, StepPlan
 from tests.cuda_on_cpu import CudaDriver
 from tests.golden import Row
 from tests.gpu.harness import Results
@@ -44,7 +44,8 @@ MAX_BUCKET = 256
 PAGE_SIZE = 16
 PAGES = 21000
 TOKENS = 600
-SECOND_STEPS = 60
+SECOND_ROWS = (1, 7, 64, 256)
+PLAIN_STEPS = 60
 
 
 class Side(CudaDriver):
@@ -128,15 +129,19 @@ def warm_up(pair: Pair) -> None:
         side.step([row])
 
 
-def start(side: Side, lengths: Sequence[int]) -> list[Row]:
-    """Rows in scattered slots with random prompts of the given lengths behind them."""
+def start(side: Side, lengths: Sequence[int], asking: Sequence[Sampling] = (Sampling(),)) -> list[Row]:
+    """Rows in scattered slots with random prompts of the given lengths behind them, that ask for `asking` in turn."""
     generator = torch.Generator().manual_seed(7)
     vocab = side.executor.parts.decoder.parts.config.vocab_size
     rows, batch = [], []
     for place, length in enumerate(lengths):
-        row = side.start(place * 37 % MAX_BUCKET)
+        sampling = asking[place % len(asking)]
+        row = side.start(place * 37 % MAX_BUCKET, sampling=sampling)
+        tokens = torch.randint(10, vocab, (length,), generator=generator).tolist()
+        if sampling.penalizes:
+            side._starts[-1] = RowStart(row.slot, sampling, RowContext(tokens))
         rows.append(row)
-        batch.append((row, torch.randint(10, vocab, (length,), generator=generator).tolist(), True))
+        batch.append((row, tokens, True))
         if sum(len(tokens) for _, tokens, _ in batch) + 1024 > 2048 or place == len(lengths) - 1:
             side.step([], batch)
             batch = []
@@ -238,76 +243,65 @@ def check_equal(results: Results, pair: Pair) -> None:
 
 
 ASKING = (
+    Sampling(temperature=0.8, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, logprobs=2, seed=3),
     Sampling(),
-    Sampling(temperature=0.8, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, seed=3),
     Sampling(logprobs=4),
     Sampling(temperature=0.6, top_p=0.95, top_k=20, seed=5),
     Sampling(frequency_penalty=0.5, logprobs=0),
 )
+PLAIN = tuple(Sampling() if one.penalizes or one.logprobs is not None else one for one in ASKING)
+"""The same rows, of which none asks for more than a token."""
 
 
-def asking_texts(side: Side, rows: int, steps: int) -> tuple[list[list[int]], list[Any]]:
-    """What rows that ask for penalties and log probabilities generate: tokens, and log probabilities of each step."""
+def asking_texts(side: Side, rows: int, asking: Sequence[Sampling], steps: int) -> tuple[list[list[int]], list[Any]]:
+    """What rows with these parameters generate at lag 1: tokens and log probabilities of each step."""
     side.executor.tap = None
-    generator = torch.Generator().manual_seed(9)
-    vocab = side.executor.parts.decoder.parts.config.vocab_size
-    made = []
-    for place, length in enumerate(mixed_lengths(rows)):
-        row = side.start(place * 37 % MAX_BUCKET, sampling=ASKING[place % len(ASKING)])
-        # The driver tells the executor of no prompt: rows with a repetition penalty know their outputs alone.
-        side.step([], [(row, torch.randint(10, vocab, (length,), generator=generator).tolist(), True)])
-        made.append(row)
-    logprobs = [side.step(made).logprobs for _ in range(steps)]
-    return [row.tokens for row in made], logprobs
+    made = start(side, mixed_lengths(rows), asking)
+    handles: list[object] = []
+    told = []
+    for _ in range(steps):
+        handles.append(side.executor.launch(next_plan(side, made)))
+        if len(handles) > 1:
+            told.append(side.executor.collect(handles.pop(0)))
+    told += [side.executor.collect(handle) for handle in handles]
+    return [result.tokens for result in told], [result.logprobs for result in told]
 
 
 def check_second(results: Results, pair: Pair) -> None:
-    """The graphs for penalties and log probabilities compute what their launches compute.
+    """The graphs for penalties and log probabilities compute what their launches compute, and rows that ask for nothing
+    get what the plain graphs give them.
 
     One side after the other: what the sampler knows of a row lies where both have it.
     """
-    for rows in (1, 5, 9, 64, 250):
+    for rows in SECOND_ROWS:
         with results.part(f"second graphs, {rows} rows: ran"), uncaptured(pair):
-            eager, own = pair.sides()
-            assert pair.eager.graphs is not None
-            assert pair.graphs.graphs is not None
-            missed, replayed = pair.graphs.graphs.eager, Replays(pair.graphs.graphs)
-            right = asking_texts(eager, rows, SECOND_STEPS)
-            with replayed.counted():
-                mine = asking_texts(own, rows, SECOND_STEPS)
+            right = asking_texts(pair.sides()[0], rows, ASKING, TOKENS)
+            replays, launched = pair.graphs.graph_steps, pair.graphs.eager_steps
+            mine = asking_texts(pair.sides()[1], rows, ASKING, TOKENS)
+            replays, launched = pair.graphs.graph_steps - replays, pair.graphs.eager_steps - launched
+            plain = asking_texts(pair.sides()[1], rows, PLAIN, PLAIN_STEPS)[0]
+            untouched = [place for place in range(rows) if ASKING[place % len(ASKING)] in PLAIN]
+            same_untouched = all(
+                one[place] == other[place]
+                for one, other in zip(plain, mine[0][:PLAIN_STEPS], strict=True)
+                for place in untouched
+            )
             results.emit(
-                f"second graphs, {rows} rows",
+                f"second graphs, {rows} rows of {TOKENS} tokens at lag 1",
+                # What is asked for changes what is chosen.
                 ok=right == mine
-                and replayed.count == SECOND_STEPS
-                and pair.graphs.graphs.eager == missed
-                and any(right[1]) is (rows > 2),
+                and same_untouched
+                and plain != mine[0][:PLAIN_STEPS]
+                and all(mine[1])
+                and (replays, launched) == (TOKENS, 0),
                 same_tokens=right[0] == mine[0],
                 same_logprobs=right[1] == mine[1],
-                steps=SECOND_STEPS,
-                replays=replayed.count,
-                missed_graphs=pair.graphs.graphs.eager - missed,
+                rows_that_ask_for_nothing=len(untouched),
+                their_tokens_are_those_of_plain_graphs=same_untouched,
+                replays=replays,
+                eager_steps=launched,
                 steps_with_logprobs=sum(map(bool, mine[1])),
             )
-
-
-class Replays:
-    """Counts the steps that go through one lane's graphs."""
-
-    def __init__(self, graphs: DecodeGraphs) -> None:
-        self.graphs = graphs
-        self.count = 0
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """While this lasts."""
-        right = DecodeGraphs.run
-
-        def run(graphs: DecodeGraphs, *arguments: Any) -> None:
-            self.count += graphs is self.graphs
-            right(graphs, *arguments)
-
-        with patch.object(DecodeGraphs, "run", run):
-            yield
 
 
 def check_long(results: Results, pair: Pair) -> None:
@@ -494,11 +488,11 @@ def _few(pair: Pair) -> dict[str, Any]:
     assert graphs is not None
     right = CudaExecutor._key
 
-    def wrong(self: CudaExecutor, bucket: int) -> GraphKey:
-        key = right(self, bucket)
+    def wrong(self: CudaExecutor, bucket: int, asks: bool) -> GraphKey:
+        key = right(self, bucket, asks)
         if self is not pair.graphs:
             return key
-        fewer = [other for other in graphs.captured() if other.bucket == 4]
+        fewer = [other for other in graphs.captured() if (other.bucket, other.asks) == (4, asks)]
         return next(other for other in fewer if _kernel(other) == _kernel(key))
 
     sides = pair.sides()

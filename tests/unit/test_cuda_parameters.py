@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 from engine.config import CoreConfig
 from engine.cuda.logprobs import MOST
@@ -188,25 +187,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(directory: Path, wrong
     assert row.tokens == run(CudaDriver(lane), MIXED[1:2], 3)[0][0]
 
 
-def test_buckets_leave_such_rows_to_eager_steps(directory: Path) -> None:
-    lane = cuda_lane_on_cpu(directory, buckets="2")
-    driver = CudaDriver(lane)
-    rows = [begin(driver, 0, MIXED[1]), begin(driver, 1, Asking(Sampling()))]
-    driver.step(chunks=[(row, PROMPT, True) for row in rows])
-    driver.step(rows)
-    assert lane.reruns.replayed == 0
-    driver.step(rows[1:])
-    assert lane.reruns.replayed == 1
-    assert torch.isfinite(rows[1].logits[-1]).all()
-
-
 def owners(directory: Path, lag: int) -> Iterator[Owner]:
     """Of a CPU lane, and of a lane with the CUDA executor under the same scheduler."""
     yield Owner(build(directory, pipeline_depth=lag, dtype="float32", max_chunk_tokens=16).lane)
     config = CoreConfig(
         model=str(directory), max_bucket=8, max_step_tokens=256, pipeline_depth=lag, max_chunk_tokens=16
     )
-    capacity, made = KvCapacity(127, 16), cuda_lane_on_cpu(directory)
+    capacity, made = KvCapacity(127, 16), cuda_lane_on_cpu(directory, buckets="2,4" if lag else None)
     limits = SchedulerConfig.of(config, 1024, capacity.usable_pages, None, 320)
     yield Owner(Lane(Scheduler(limits, PagePool(capacity), Blake2bHasher(16)), made.executor, time.monotonic))
 

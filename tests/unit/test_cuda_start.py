@@ -10,6 +10,7 @@ import torch
 from engine.config import CoreConfig
 from engine.cuda import provision
 from engine.cuda.executor import CudaExecutor
+from engine.cuda.graphs import KINDS
 from engine.cuda.kv_memory import SCRATCH_PAGES
 from engine.cuda.lane import CudaBuild, CudaLane, create_cuda_lane
 from engine.cuda.sampling import DeviceSampler
@@ -24,7 +25,7 @@ from tests.fake_gpu import GRANULE, MIB, FakeGpu, driven, stand_in
 from tests.models import tiny_model
 
 SETTINGS: dict[str, Any] = {"max_bucket": 2, "max_step_tokens": 24, "context_limit": 128}
-GRAPHS = len(Ladder.of(2))
+GRAPHS = len(KINDS) * len(Ladder.of(2))
 TOKEN = 2 * 2 * 16 * 4
 """Bytes of a token of the tiny model in float32."""
 REAL_LENGTHS = provision._lengths
