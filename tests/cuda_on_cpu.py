@@ -43,10 +43,10 @@ class GatheringAttention:
 
     variant = None
 
-    def begin(self, rows: StepRows, bucket: int | None = None) -> None:
+    def begin(self, rows: StepRows, bucket: int | None = None, *, always_split: bool = False) -> None:
         """The page lists say everything."""
 
-    def probes(self, bucket: int) -> list[StepRows]:
+    def probes(self, bucket: int, *, always_split: bool = False) -> list[StepRows]:
         none = np.zeros(0, np.int64)
         return [StepRows(np.ones(bucket, np.int64), none, none)]
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,10 +31,11 @@ LOGITS_ROWS = 256
 class Attention(StepAttention, Protocol):
     """Attention of a step over the paged cache."""
 
-    def begin(self, rows: StepRows, bucket: int | None = None) -> None:
+    def begin(self, rows: StepRows, bucket: int | None = None, *, always_split: bool = False) -> None:
         """Plan a step; with `bucket`, its decode rows are filled up to so many with rows of one token.
 
-        Raises before anything is written if it does not fit.
+        With `always_split`, all steps of a bucket have one variant. If the step does not fit, raises before anything is
+        written.
         """
         ...
 
@@ -42,7 +44,7 @@ class Attention(StepAttention, Protocol):
         """What the launches for the decode rows of the step begun last depend on, beside the contents of buffers."""
         ...
 
-    def probes(self, bucket: int) -> list[StepRows]:
+    def probes(self, bucket: int, *, always_split: bool = False) -> list[StepRows]:
         """Short steps of decode rows, one for each variant that steps in the bucket have."""
         ...
 
@@ -134,29 +136,27 @@ class CudaExecutor:
     def capture(self, graphs: DecodeGraphs) -> None:
         """Capture every bucket, the largest first, and use the graphs from now on. No step may be in flight.
 
-        Each has a graph for steps that ask for tokens alone, and one for those in which some row asks for more.
-
-        The steps run once each, with all rows in the padding slot: nothing of the pool is touched but its page 0.
+        Each has a graph for every way to compute steps that ask for tokens alone, and one for steps in which some row
+        asks for more. The steps run once each, with all rows in the padding slot: nothing of the pool is touched but
+        its page 0.
         """
         slot = self.parts.capacity.max_bucket
-        for bucket in reversed(graphs.ladder):
-            for rows in self.parts.attention.probes(bucket):
+        for bucket, asks in product(reversed(graphs.ladder), KINDS):
+            for rows in self.parts.attention.probes(bucket, always_split=asks):
                 lengths = rows.decode_lengths.tolist()
-                self._prepare(StepPlan(0, [], [], [slot] * len(lengths), lengths, []), rows, bucket)
-                for asks in KINDS:
-                    graphs.capture(self._key(bucket, asks), partial(self._decode, bucket, asks))
+                self._prepare(StepPlan(0, [], [], [slot] * len(lengths), lengths, []), rows, bucket, asks)
+                graphs.capture(self._key(bucket, asks), partial(self._decode, bucket, asks))
         self.graphs = graphs
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Queue `plan`. Raises `PlanError` or `ValueError` before anything is written if it does not fit."""
         self._check(plan)
-        rows = step_rows(plan)
-        bucket = self._bucket(plan)
-        self._prepare(plan, rows, bucket)
+        rows, bucket = step_rows(plan), self._bucket(plan)
+        asks = bucket is not None and self._asks(plan)
+        self._prepare(plan, rows, bucket, asks)
         asked, prompt_logprobs = self._chooser.asked(plan), {}
         if bucket is not None and self.graphs is not None:
-            asks = asked != NOTHING
             self.graphs.run(self._key(bucket, asks), partial(self._decode, bucket, asks))
             if self.tap is not None:
                 self.tap(plan.decode_rows, self._logits[: len(plan.decode_rows)])
@@ -195,10 +195,15 @@ class CudaExecutor:
         # A tap must see all logits of the step at once.
         return bucket if self.tap is None or bucket <= self._logits.shape[0] else None
 
-    def _prepare(self, plan: StepPlan, rows: StepRows, bucket: int | None) -> None:
+    def _asks(self, plan: StepPlan) -> bool:
+        """True if a row of the decode step may ask for more than a token."""
+        return self._chooser.asked(plan) != NOTHING or any(start.row in plan.decode_rows for start in plan.starts)
+
+    def _prepare(self, plan: StepPlan, rows: StepRows, bucket: int | None, asks: bool) -> None:
         """Plan the attention and bring the step to the device: all that comes before its first kernel."""
         if plan.tokens:
-            self.parts.attention.begin(rows, bucket)
+            # One way to compute the attention means one graph of this kind for each bucket.
+            self.parts.attention.begin(rows, bucket, always_split=asks)
         self._turn = (self._turn + 1) % self._results.shape[0]
         self.inputs.write(plan, rows, turn=self._turn, bucket=bucket)
         self._chooser.start(plan.starts)

@@ -122,11 +122,11 @@ def stale_plan() -> Any:
     """Steps of decode rows alone keep the decode plan of the last step that had chunks too."""
     right = FlashInferAttention.begin
 
-    def wrong(self: FlashInferAttention, rows: attention_plan.StepRows, *bucket: Any) -> None:
+    def wrong(self: FlashInferAttention, rows: attention_plan.StepRows, *bucket: Any, **how: Any) -> None:
         if not len(rows.chunk_tokens) and self.plans.current.decode is not None:
             self.plans.current = self.plans.current._replace(chunks=None)
         else:
-            right(self, rows, *bucket)
+            right(self, rows, *bucket, **how)
 
     return patch.object(FlashInferAttention, "begin", wrong)
 
