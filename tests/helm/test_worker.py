@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -71,16 +72,46 @@ def test_examples_agree_with_the_shipped_configs(path: Path) -> None:
     assert {k: v for k, v in rendered.items() if k not in own} == {k: v for k, v in config.items() if k not in own}
 
 
-def test_a_page_size_has_a_namespace_of_its_own_that_the_frontend_looks_for(tmp_path: Path) -> None:
-    namespaces = {}
-    for size in (16, 64):
-        objects = Render(sets=(f"worker.config.kv_page_size={size}",)).objects()
-        config = load(objects, tmp_path, "plain")
-        assert config.kv_page_size == size
-        namespaces[size] = config.namespace
-        prefix = environment(main_container(objects, "frontend"))["DYN_NAMESPACE_PREFIX"]
-        assert config.namespace.startswith(prefix)
-    assert namespaces == {16: "demo-pagelane_page-16", 64: "demo-pagelane_page-64"}
+COMPARED = {
+    **{"model": "Qwen/Qwen3-8B", "revision": "v2", "load_format": "dummy", "served_model_name": "other"},
+    **{"context_limit": 4096, "kv_page_size": 64, "endpoint_types": "chat", "tool_call_parser": "hermes"},
+    **{"reasoning_parser": "qwen3", "custom_jinja_template": "/models/template.jinja"},
+}
+"""Keys from which a worker's model card follows, each with another value than the default. Frontends refuse a worker
+beside one of another card, or read its answers as that one's card says."""
+
+TUNING = {
+    **{"device": "cuda", "dtype": "float16", "gpu_memory_utilization": 0.5, "max_bucket": 8, "max_step_tokens": 512},
+    **{"pipeline_depth": 2, "max_queue": 7, "drain_timeout_s": 61, "default_max_tokens": 5, "max_queue_s": 9},
+}
+
+
+def namespace_with(tmp_path: Path, **config: Any) -> str:
+    """The Dynamo namespace of rendered workers; the frontend must look for it."""
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"worker": {"config": config}}))
+    objects = Render(values=(values,)).objects()
+    worker, frontend = (environment(main_container(objects, one)) for one in ("worker", "frontend"))
+    found = f"{worker['DYN_NAMESPACE']}-{worker['DYN_NAMESPACE_WORKER_SUFFIX']}"
+    assert found.startswith(frontend["DYN_NAMESPACE_PREFIX"])
+    return found
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_a_page_size_stands_in_the_namespace(size: int, tmp_path: Path) -> None:
+    config = load(Render(sets=(f"worker.config.kv_page_size={size}",)).objects(), tmp_path, "plain")
+    assert config.kv_page_size == size
+    assert config.namespace == namespace_with(tmp_path, kv_page_size=size)
+    assert config.namespace.startswith(f"demo-pagelane_page-{size}-")
+
+
+@pytest.mark.parametrize("key", COMPARED)
+def test_workers_that_frontends_would_refuse_beside_each_other_stand_apart(key: str, tmp_path: Path) -> None:
+    assert namespace_with(tmp_path, **{key: COMPARED[key]}) != namespace_with(tmp_path)
+
+
+def test_what_only_tunes_a_worker_leaves_its_namespace_so_that_streams_can_go_over(tmp_path: Path) -> None:
+    assert namespace_with(tmp_path, **TUNING) == namespace_with(tmp_path)
 
 
 def test_a_release_never_sees_the_workers_of_another(tmp_path: Path) -> None:
@@ -98,7 +129,8 @@ def test_a_restarted_container_keeps_the_page_size_of_its_namespace(tmp_path: Pa
     container = main_container(old, "worker")
     arguments = [arg.replace("/etc/pagelane", str(tmp_path)) for arg in container["args"]]
     config = load_config(arguments, environment(container))
-    assert (config.kv_page_size, config.namespace) == (16, "demo-pagelane_page-16")
+    assert config.kv_page_size == 16
+    assert config.namespace.startswith("demo-pagelane_page-16-")
 
 
 @pytest.mark.parametrize("mode", ["plain", "dynamo"])

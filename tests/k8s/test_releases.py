@@ -44,15 +44,15 @@ async def serves(found: Cluster, workers: int) -> None:
 
 
 async def test_a_release_is_installed_upgraded_rolled_back_and_removed(tiny: Path) -> None:
-    first = sim_values(tiny, worker__replicas=1, worker__config__max_queue=200)
-    second = sim_values(tiny, worker__replicas=2, worker__config__max_queue=100)
+    first = sim_values(tiny, worker__replicas=1, worker__config__context_limit=1024)
+    second = sim_values(tiny, worker__replicas=2, worker__config__context_limit=768)
     with networked_cluster() as found:
         store, helm = found.store, found.helm
         printed = helm.install(first, *WAIT)
         assert "with 1 worker, pages of 16 tokens, routing kv" in printed
         await serves(found, 1)
         installed, template, text = names(found), templates(found, "worker"), config(store)
-        assert "max_queue: 200" in text
+        assert "context_limit: 1024" in text
 
         with pytest.raises(HelmError, match="kv_page_size"):
             helm.upgrade(sim_values(tiny, worker__config__kv_page_size=32))
@@ -70,6 +70,8 @@ async def test_a_release_is_installed_upgraded_rolled_back_and_removed(tiny: Pat
         assert (templates(found, "worker"), config(store)) == (template, text)
         assert names(found)["frontend"] == installed["frontend"]
         assert not store.find(BUDGETS, NAMESPACE, "demo-pagelane-worker"), "it was the second revision's"
+        (frontend,) = found.running("frontend")
+        assert "incompatible workers" not in frontend.log(), "what differs in what frontends compare stands apart"
         history = json.loads(helm.run("history", RELEASE, "--output", "json"))
         assert [row["status"] for row in history] == ["superseded", "superseded", "deployed"]
 

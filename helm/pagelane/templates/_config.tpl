@@ -21,6 +21,16 @@
 {{ int (.Values.worker.config.kv_page_size | default 16) }}
 {{- end -}}
 
+{{/*
+What tells the namespace of these workers from that of others: the page size, and a hash of what frontends compare. Within
+a namespace a frontend refuses workers whose model card is not that of the first: until the last old one has gone, new ones
+would be idle.
+*/}}
+{{- define "pagelane.workerSuffix" -}}
+{{- $card := pick .Values.worker.config "model" "revision" "load_format" "served_model_name" "endpoint_types" "context_limit" "tool_call_parser" "reasoning_parser" "custom_jinja_template" -}}
+{{ include "pagelane.pageSize" . }}-{{ toJson $card | sha256sum | trunc 8 }}
+{{- end -}}
+
 {{/* Seconds, rounded up, that running requests may take: the worker's own default where the key is left out. */}}
 {{- define "pagelane.drainSeconds" -}}
 {{- $drain := .Values.worker.config.drain_timeout_s -}}

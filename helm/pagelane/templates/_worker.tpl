@@ -70,7 +70,7 @@
 {{- include "pagelane.identityEnv" . }}
 {{- if eq .Values.mode "plain" }}
 - name: DYN_NAMESPACE_WORKER_SUFFIX
-  value: {{ include "pagelane.pageSize" . | quote }}
+  value: {{ include "pagelane.workerSuffix" . | quote }}
 {{- end }}
 - name: DYN_SYSTEM_PORT
   value: {{ int .Values.worker.systemPort | quote }}
