@@ -65,9 +65,12 @@ def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] =
     """Load the model and build the lane; every refusal is a `ValueError` with one line for the operator."""
     hasher = Blake2bHasher(config.kv_page_size)
     built, line = _create(config, model_dir, hasher.fingerprint, LoadProgress(clock))
-    costs = None
+    costs, seconds = None, dict(built.seconds)
     if config.itl_target_ms is not None:
+        began = clock()
         costs = measure_step_costs(built.executor, config, built.servable_length, clock)
+        seconds["step costs"] = clock() - began
+        log.info("milliseconds of a step:\n%s", costs.as_text())
     limits = SchedulerConfig.of(
         config, built.servable_length, built.capacity.usable_pages, costs, built.model_config.vocab_size
     )
@@ -80,7 +83,7 @@ def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] =
         vocab_size=built.model_config.vocab_size,
         load_line=line,
         memory=built.report.as_dict(),
-        seconds=built.seconds,
+        seconds=seconds,
         parameters=built.executor.parameters,
     )
 

@@ -28,6 +28,13 @@ class StepCosts:
         if len(self.seconds) != len(self.rows) or any(len(line) != len(self.tokens) for line in self.seconds):
             raise ValueError(f"a step-cost table of {len(self.rows)} x {len(self.tokens)} needs as many times")
 
+    def as_text(self) -> str:
+        """Milliseconds, a line for each row count and a column for each token count."""
+        lines = [["rows / prompt tokens", *map(str, self.tokens)]]
+        for rows, line in zip(self.rows, self.seconds, strict=True):
+            lines.append([str(rows), *(f"{1000 * seconds:.1f}" for seconds in line)])
+        return "\n".join(f"{first:>20}" + "".join(f"{cell:>9}" for cell in rest) for first, *rest in lines)
+
     def of(self, rows: int, tokens: int) -> float:
         """Seconds of a step, interpolated between the measured points and extended past the last ones."""
         column = [_line(self.tokens, line, tokens) for line in self.seconds]
