@@ -106,7 +106,8 @@ def enter(spec: Mapping[str, object], argv: Sequence[str]) -> None:
     os.chroot(root)
     os.chdir(sandbox.workdir)
     groups = ["--groups", ",".join(map(str, sandbox.groups))] if sandbox.groups else ["--clear-groups"]
-    become = ["setpriv", "--reuid", str(sandbox.uid), "--regid", str(sandbox.gid), *groups]
+    # The kernel forgets the signal of `unshare --kill-child` when the user changes.
+    become = ["setpriv", "--pdeathsig", "KILL", "--reuid", str(sandbox.uid), "--regid", str(sandbox.gid), *groups]
     if not sandbox.privileged:
         become += ["--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all", "--no-new-privs"]
     setpriv = shutil.which("setpriv") or "setpriv"
