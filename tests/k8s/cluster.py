@@ -70,9 +70,9 @@ class Cluster:
         account = Account(metadata["namespace"], spec.get("serviceAccountName", "default"))
         default = self.store.get(ACCOUNTS, *account).get("automountServiceAccountToken", True)
         token = self.api.token(account) if spec.get("automountServiceAccountToken", default) else ""
-        config = self.site.directory / f"{metadata['name']}.json"
+        config = self.site.shared / f"{metadata['name']}.json"
         config.write_text(self.api.kubeconfig(token, account.namespace))
-        return {"KUBECONFIG": str(config)}
+        return {"KUBECONFIG": f"/shared/{config.name}" if self.site.sandboxed else str(config)}
 
 
 @contextmanager
