@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from engine.config import CoreConfig
+from engine.cuda.graphs import KINDS
 from engine.ladder import Ladder
 from engine.memory import MIB
 from engine.models.config import ModelConfig
@@ -74,6 +75,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     ladder: tuple[int, ...]
     """Buckets whose decode steps are captured; empty for no graphs."""
     max_step_tokens: int
+    graphs_per_bucket: int = 1
+    """Kinds of them (`KINDS`). A row that does not say so is older than the second kind."""
 
     @classmethod
     def of(cls, config: CoreConfig, model: ModelConfig, dtype: str, software: Software, card: str) -> Self:
@@ -87,6 +90,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
             dtype=model.dtype if dtype == "auto" else dtype,
             ladder=() if off else tuple(Ladder.of(config.max_bucket, config.graph_buckets)),
             max_step_tokens=config.max_step_tokens,
+            graphs_per_bucket=len(KINDS),
         )
 
 
@@ -177,7 +181,7 @@ class MeasuredTable:
         and with the kernels in each, which layers determine.
         """
         own = [row for row in self.rows if row.key.card == key.card] or self.rows
-        nodes = len(key.ladder) * key.shape.layers
+        nodes = _nodes(key)
         by_node = max((row.rest.graphs / _nodes(row.key) for row in self.rows if row.key.ladder), default=0.0)
         rest = Rest(
             graphs=int(1.25 * by_node * nodes) + 16 * MIB if nodes else 0,
@@ -209,7 +213,7 @@ def _tokens(row: Row) -> int:
 
 
 def _nodes(key: Key) -> int:
-    return len(key.ladder) * key.shape.layers
+    return len(key.ladder) * key.graphs_per_bucket * key.shape.layers
 
 
 def _largest(rests: Sequence[Rest]) -> Rest:

@@ -66,6 +66,7 @@ OTHER = {
     "dtype": "float16",
     "ladder": (1, 2, 4, 8, 16),
     "max_step_tokens": 4096,
+    "graphs_per_bucket": 2,
 }
 
 
@@ -82,6 +83,13 @@ def test_a_row_of_an_older_kind_bounds_and_makes_nothing_known() -> None:
     estimate = MeasuredTable([measured(exact=False)]).estimate(key())
     assert not estimate.known
     assert estimate.rest.total > measured().rest.total
+
+
+def test_a_second_graph_of_each_bucket_doubles_what_graphs_are_bounded_by() -> None:
+    bounds = [
+        MeasuredTable([measured(100)]).estimate(key(graphs_per_bucket=count, dtype="float16")) for count in (1, 2)
+    ]
+    assert [bound.rest.graphs for bound in bounds] == [141 * MIB, 266 * MIB]
 
 
 def test_a_lane_without_graphs_is_bounded_without_them() -> None:
@@ -112,6 +120,7 @@ def test_the_key_of_a_configuration(tmp_path: Path) -> None:
     assert made.ladder == (1, 2, 4, 8, 12)
     assert made.shape == Shape.of(model)
     assert (made.max_step_tokens, made.torch, made.card) == (64, "2.11.0", "A card")
+    assert made.graphs_per_bucket == 2
     off = msgspec.structs.replace(config, cuda_graphs="off")
     assert Key.of(off, model, "bfloat16", software, "A card").ladder == ()
 
