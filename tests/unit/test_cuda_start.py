@@ -13,6 +13,7 @@ from engine.cuda.executor import CudaExecutor
 from engine.cuda.graphs import KINDS
 from engine.cuda.kv_memory import SCRATCH_PAGES
 from engine.cuda.lane import CudaBuild, CudaLane, create_cuda_lane
+from engine.cuda.logprobs import DeviceLogprobs
 from engine.cuda.sampling import DeviceSampler
 from engine.ladder import Ladder
 from engine.messages import Sampling
@@ -38,13 +39,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed is held elsewhere: the likeliest token will do, and few lengths."""
+    """What is computed is held elsewhere: the likeliest token will do, without its probability, and few lengths."""
 
     def choose(_: Any, logits: torch.Tensor, inputs: Any, rows: slice, out: torch.Tensor) -> None:
         out.copy_(logits.argmax(-1))
 
     stand_in(monkeypatch)
     monkeypatch.setattr(DeviceSampler, "choose", choose)
+    monkeypatch.setattr(DeviceLogprobs, "read", lambda *_: None)
     monkeypatch.setattr(provision, "_lengths", lambda capacity: [5])
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.cuda.adjust import LogitsAdjuster
+from engine.cuda.logprobs import DeviceLogprobs
 from engine.cuda.sampling import DeviceSampler
 from engine.step import RowStart
 from tests.cuda_on_cpu import cuda_lane_on_cpu
@@ -49,6 +50,13 @@ def test_equal_steps_are_small_and_the_same() -> None:
     assert report["same_tokens"]
 
 
+def read(self: DeviceLogprobs, logits: torch.Tensor, *place: Any) -> None:
+    """Of the chosen token alone: the kernels take seconds in the interpreter."""
+    _, rows, tokens, turn = place
+    results = self._bucket_results[0] if turn is None else self._results[turn]
+    results[rows, :1] = logits.log_softmax(-1).gather(1, tokens[:, None].long())
+
+
 @pytest.mark.parametrize("stale", [False, True])
 def test_second_graphs_with_stale_columns_are_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: bool) -> None:
     """The check itself, on lanes without a GPU; tokens are the likeliest ones."""
@@ -67,6 +75,7 @@ def test_second_graphs_with_stale_columns_are_red(tmp_path: Path, monkeypatch: p
             self._device_columns.copy_(kept)
 
     monkeypatch.setattr(LogitsAdjuster, "start", start)
+    monkeypatch.setattr(DeviceLogprobs, "read", read)
     build: Any = SimpleNamespace(gpu=SimpleNamespace(recorder=lambda: None), geometry=own.geometry)
     lines: list[dict[str, Any]] = []
     results: Any = SimpleNamespace(part=nullcontext, emit=lambda name, **line: lines.append(line))

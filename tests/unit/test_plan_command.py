@@ -16,8 +16,10 @@ from engine.config import CoreConfig
 from engine.cpu.lane import create_cpu_lane
 from engine.cuda.cards import KNOWN_CARDS
 from engine.cuda.lane import CudaLane, create_cuda_lane
+from engine.cuda.logprobs import DeviceLogprobs
 from engine.cuda.measured import Key, MeasuredTable, Row, Software, row
 from engine.cuda.planning import CudaPlanner, Place
+from engine.cuda.sampling import DeviceSampler
 from engine.models.config import ModelConfig, load_model_config
 from engine.planning import LanePlan, Seen, Target, described, plan_lane
 from tests.fake_gpu import GRANULE, MIB, FakeGpu, stand_in
@@ -158,6 +160,9 @@ def test_every_kind_of_advice_is_given(model: ModelConfig, tmp_path: Path) -> No
 def lane(monkeypatch: pytest.MonkeyPatch, path: Path, gpu: FakeGpu, values: CoreConfig) -> CudaLane:
     stand_in(monkeypatch)
     monkeypatch.setattr("engine.cuda.planning.check_model", lambda model, dtype: torch.float32)
+    # What is computed is held elsewhere, and takes minutes in the interpreter.
+    monkeypatch.setattr(DeviceSampler, "choose", lambda self, logits, inputs, rows, out: out.copy_(logits.argmax(-1)))
+    monkeypatch.setattr(DeviceLogprobs, "read", lambda *_: None)
     return create_cuda_lane(values, path, gpu=gpu)
 
 
