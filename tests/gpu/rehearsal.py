@@ -21,7 +21,6 @@ SETTINGS: dict[str, Any] = {
     "max_step_tokens": 2048,
     "context_limit": 8192,
     "pipeline_depth": 1,
-    "itl_target_ms": 10.0,
 }
 """What the GPU scripts serve with, where nothing else is said."""
 _SMALL: dict[str, Any] = {
