@@ -81,21 +81,21 @@ def test_an_h200(model: ModelConfig) -> None:
     plan = plan_lane(config(), model, Target("h200"))
     assert plan.device_memory == 150_109_880_320
     assert plan.device_memory_known
-    assert plan.kv_tokens > 795_000
+    assert plan.kv_tokens > 805_000
     assert plan.advice == []
     assert plan.streams[0].streams == 256
 
 
 def test_a_pool_below_one_context_is_named_with_what_would_hold_it(model: ModelConfig) -> None:
-    plan = planned(model, 12 * GIB, context_limit=12_000)
+    plan = planned(model, 12 * GIB, context_limit=16_000)
     assert plan.starts
-    assert plan.servable_length == plan.kv_tokens < 12_000
+    assert plan.servable_length == plan.kv_tokens < 16_000
     (words,) = [advice for advice in plan.advice if "context_limit" in advice]
     utilization = float(words.partition("gpu_memory_utilization to ")[2].split()[0])
-    more = planned(model, 12 * GIB, context_limit=12_000, gpu_memory_utilization=utilization)
-    assert more.servable_length == 12_000
-    less = planned(model, 12 * GIB, context_limit=12_000, gpu_memory_utilization=utilization - 0.01)
-    assert less.servable_length < 12_000
+    more = planned(model, 12 * GIB, context_limit=16_000, gpu_memory_utilization=utilization)
+    assert more.servable_length == 16_000
+    less = planned(model, 12 * GIB, context_limit=16_000, gpu_memory_utilization=utilization - 0.01)
+    assert less.servable_length < 16_000
 
 
 @settings(max_examples=40, deadline=None)
@@ -207,7 +207,7 @@ def test_json_has_what_programs_read(yaml: Path, capsys: pytest.CaptureFixture[s
 def test_a_lane_that_does_not_start_gives_1_and_says_what_to_change(
     yaml: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--config", yaml, "--device-memory", "11GiB", "--gpu-memory-utilization", "0.8")
+    words = ("--config", yaml, "--device-memory", "10GiB", "--gpu-memory-utilization", "0.85")
     code, out, _ = run(capsys, *words)
     assert code == 1
     assert "starts: no: the KV pool would get" in out
