@@ -12,6 +12,7 @@ from engine.lane import Lane
 from engine.memory import load_line
 from engine.scheduler import Scheduler
 from engine.scheduling import SchedulerConfig
+from engine.step import DeviceCounters
 from engine.warmup import measure_step_costs
 from kv.budget import KvCapacity
 from kv.hashing import Blake2bHasher
@@ -64,7 +65,7 @@ class LoadProgress:
 def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] = time.monotonic) -> BuiltLane:
     """Load the model and build the lane; every refusal is a `ValueError` with one line for the operator."""
     hasher = Blake2bHasher(config.kv_page_size)
-    built, line = _create(config, model_dir, hasher.fingerprint, LoadProgress(clock))
+    built, line, counting = _create(config, model_dir, hasher.fingerprint, LoadProgress(clock))
     costs, seconds = None, dict(built.seconds)
     if config.itl_target_ms is not None:
         began = clock()
@@ -77,7 +78,7 @@ def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] =
     scheduler = Scheduler(limits, PagePool(built.capacity), hasher)
     log.info("memory, planned and measured:\n%s", built.report.as_text())
     return BuiltLane(
-        lane=Lane(scheduler, built.executor, clock),
+        lane=Lane(scheduler, built.executor, clock, counting(clock)),
         capacity=built.capacity,
         servable_length=built.servable_length,
         vocab_size=built.model_config.vocab_size,
@@ -88,19 +89,23 @@ def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] =
     )
 
 
+_Counting = Callable[[Callable[[], float]], Callable[[], DeviceCounters]]
+"""Begins to count, on a clock, what the device does."""
+
+
 def _create(
     config: CoreConfig, model_dir: Path, fingerprint: str, progress: LoadProgress
-) -> "tuple[CpuLane | CudaLane, str]":
-    """The lane for the device that the settings name, and its load line."""
+) -> "tuple[CpuLane | CudaLane, str, _Counting]":
+    """The lane for the device that the settings name, its load line, and what counts for its device."""
     if use_cuda(config.device):
         from engine.cuda.lane import create_cuda_lane
 
         cuda = create_cuda_lane(config, model_dir, progress)
-        return cuda, cuda.load_line(fingerprint)
+        return cuda, cuda.load_line(fingerprint), cuda.counting
     from engine.cpu.lane import create_cpu_lane
 
     cpu = create_cpu_lane(config, model_dir, progress)
-    return cpu, load_line(cpu.capacity, cpu.geometry, fingerprint)
+    return cpu, load_line(cpu.capacity, cpu.geometry, fingerprint), lambda _: DeviceCounters
 
 
 def use_cuda(device: str) -> bool:

@@ -9,7 +9,7 @@ from engine.messages import Stats
 from engine.recorder import FlightRecorder
 from engine.scheduler import Scheduler
 from engine.scheduling import Effects
-from engine.step import Executor
+from engine.step import DeviceCounters, Executor
 
 log = logging.getLogger(__name__)
 
@@ -24,15 +24,25 @@ class LaneBroken(RuntimeError):
 class Lane:
     """Launches steps ahead as far as `pipeline_depth` allows and resolves them in order."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Callable[[], float],
+        device: Callable[[], DeviceCounters] = DeviceCounters,
+    ) -> None:
+        """`device` tells what the executor's device has done since its warm-up."""
+        self._device = device
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
-        self.step_seconds = 0.0
+        self.step_seconds = {"decode": 0.0, "unified": 0.0}
+        """Seconds that steps took to plan, launch and resolve, by their kind."""
         self.last_step = clock()
         self.recorder = FlightRecorder(-1, clock)
         """Where the steps are written down. A core replaces it by one whose memory its worker can read."""
-        self._handles: deque[object] = deque()
+        self._handles: deque[tuple[str, object]] = deque()
+        """Steps in flight: their kind, and what `launch` gave or raised."""
         self._failed_in_a_row = 0
         self._launch_failed = False
 
@@ -48,15 +58,18 @@ class Lane:
         began = self.clock()
         if self.scheduler.idle:
             self.last_step = began  # only time with work counts
-        launched = not self._launch_failed and self._launch(began)
-        if launched and len(self._handles) < self.scheduler.config.max_in_flight:
-            effects = self.scheduler.take_effects()
-        elif self._handles:
-            effects = self._resolve(self._handles.popleft())
-            self.last_step = self.clock()
-        else:
+        if not self._launch_failed and self._launch(began):
+            launched = self.clock()
+            self.step_seconds[self._handles[-1][0]] += launched - began
+            if len(self._handles) < self.scheduler.config.max_in_flight:
+                return self.scheduler.take_effects()
+            began = launched
+        if not self._handles:
             return self.scheduler.take_effects()
-        self.step_seconds += self.clock() - began
+        kind, handle = self._handles.popleft()
+        effects = self._resolve(handle)
+        self.last_step = self.clock()
+        self.step_seconds[kind] += self.last_step - began
         return effects
 
     def _launch(self, now: float) -> bool:
@@ -70,10 +83,11 @@ class Lane:
         if plan is None:
             return False
         self.recorder.planned(plan, self.scheduler)
+        kind = "unified" if plan.chunks else "decode"
         try:
-            self._handles.append(self.executor.launch(plan))
+            self._handles.append((kind, self.executor.launch(plan)))
         except Exception as error:
-            self._handles.append(error)
+            self._handles.append((kind, error))
             self._launch_failed = True
         self.recorder.launched()
         return True
@@ -109,6 +123,8 @@ class Lane:
             stored_blocks=pool.events.stored_blocks,
             removed_blocks=pool.events.removed_blocks,
             queue_age_s=scheduler.queue_age(now),
-            step_seconds=self.step_seconds,
+            decode_step_seconds=self.step_seconds["decode"],
+            unified_step_seconds=self.step_seconds["unified"],
+            **self._device()._asdict(),
             **asdict(scheduler.counters),
         )

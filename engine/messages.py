@@ -204,8 +204,14 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     refused_queue_time: int = 0
     queue_age_s: float = 0.0
     """Seconds that the longest-waiting request has waited."""
-    step_seconds: float = 0.0
-    """Seconds spent in steps, in total."""
+    decode_step_seconds: float = 0.0
+    """Seconds spent in steps of decode rows alone, in total."""
+    unified_step_seconds: float = 0.0
+    """Seconds spent in steps with chunks, in total."""
+    graph_steps: int = 0
+    eager_steps: int = 0
+    allocations_after_warmup: int = 0
+    compilations_after_warmup: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):

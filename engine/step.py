@@ -97,6 +97,17 @@ class StepResult:
     """By place in `StepPlan.chunks`: those of the chunk's `targets`, for chunks that have any."""
 
 
+class DeviceCounters(NamedTuple):
+    """What a lane's device has done since its warm-up. All stay 0 on a CPU."""
+
+    graph_steps: int = 0
+    """Decode steps that were one launch."""
+    eager_steps: int = 0
+    """Decode steps that were launched kernel by kernel."""
+    allocations_after_warmup: int = 0
+    compilations_after_warmup: int = 0
+
+
 class Executor(Protocol):
     """Computes steps on one device. Steps are launched and collected in the same order; up to two may be in flight.
 

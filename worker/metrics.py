@@ -1,7 +1,7 @@
 """`pagelane_*` metrics for Prometheus: the lane's own numbers, and what only the worker sees of a request."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -115,7 +115,16 @@ class LaneCollector:
         yield _counters(
             "steps", "Steps, by kind.", "kind", {"decode": stats.decode_steps, "unified": stats.unified_steps}
         )
-        yield _counter("step_seconds", "Time spent in steps.", stats.step_seconds)
+        times = {"decode": stats.decode_step_seconds, "unified": stats.unified_step_seconds}
+        yield _counters("step_seconds", "Time spent in steps, by kind.", "kind", times)
+        launches = {"graph": stats.graph_steps, "kernels": stats.eager_steps}
+        yield _counters("decode_launches", "Decode steps on a GPU: one graph, or kernel by kernel.", "launch", launches)
+        yield _counter(
+            "allocations_after_warmup", "Times that torch asked the GPU for memory.", stats.allocations_after_warmup
+        )
+        yield _counter(
+            "compilations_after_warmup", "Kernels that Triton compiled or loaded.", stats.compilations_after_warmup
+        )
         yield _counter("prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens)
         yield _counter("cached_prompt_tokens", "Prompt tokens served from the prefix cache.", stats.cached_tokens)
         yield _counter("computed_tokens", "Tokens run through the model, recomputed ones too.", stats.computed_tokens)
@@ -167,7 +176,7 @@ def _by_label(name: str, text: str, label: str, values: dict[str, Any]) -> Gauge
     return family
 
 
-def _counters(name: str, text: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
+def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
     family = CounterMetricFamily(PREFIX + name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)

@@ -15,6 +15,7 @@ from engine.config import CoreConfig
 from engine.cuda.arena import DeviceArena
 from engine.cuda.attention import FlashInferAttention, load_modules
 from engine.cuda.budget import PoolSizer
+from engine.cuda.counters import CudaCounters
 from engine.cuda.decoder import CudaDecoder, DecoderParts, FusedOps, rope_rows
 from engine.cuda.executor import CudaExecutor, ExecutorParts
 from engine.cuda.flashinfer_raw import ModuleNeeds, installed_version, signatures
@@ -36,6 +37,7 @@ from engine.models.placed import take_weights
 from engine.models.progress import Progress
 from engine.models.weights import fill_dummy, fill_weights
 from engine.plan import PlanCapacity
+from engine.step import DeviceCounters
 from kv.budget import KvBudgetError, KvCapacity, servable_length
 from kv.geometry import KvGeometry
 
@@ -63,6 +65,10 @@ class CudaLane:
     card_bytes: int
     memory: KvMemory
     """Of the pool. Who builds several lanes in one process closes it before the next."""
+
+    def counting(self, clock: Callable[[], float]) -> Callable[[], DeviceCounters]:
+        """What the card does from now on, as `Lane` asks for it."""
+        return CudaCounters(self.executor, clock)
 
     def load_line(self, fingerprint: str) -> str:
         """One line about the KV cache; X % of the card's memory, usable pages and padding page together."""

@@ -163,7 +163,8 @@ def test_step_seconds_count_whatever_part_of_a_step_takes_the_time(model, lag):
     owner = Owner(lane)
     owner.submit(references[0].prompt, max_tokens=5)
     owner.run()
-    assert lane.step_seconds == pytest.approx(0.5)
+    assert lane.step_seconds == {"decode": pytest.approx(0.4), "unified": pytest.approx(0.1)}
+    assert lane.stats().decode_step_seconds == lane.step_seconds["decode"]
 
 
 def test_token_ids_cross_as_little_endian_int32():
