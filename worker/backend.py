@@ -164,7 +164,11 @@ class Backend(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         self._load_timer = asyncio.get_running_loop().create_task(self._report_regularly())
         self._loop_watch = None if self._leaving else LoopWatch(self._around.loop_limit_s)
         sources = metrics.Sources(
-            lambda: self._live_client().stats, ready, self._published, lambda: len(asyncio.all_tasks(self._loop))
+            lambda: self._live_client().stats,
+            ready,
+            self._published,
+            lambda: len(asyncio.all_tasks(self._loop)),
+            lambda: self._leaving,
         )
         self._registry, self._observed = metrics.build_registry(sources)
         logger.info("worker %x: %s", worker_id, ready.load_line)

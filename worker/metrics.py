@@ -29,6 +29,8 @@ class Sources:
     """Blocks announced, blocks withdrawn, events not taken."""
     tasks: Callable[[], int]
     """asyncio tasks of the worker. A scrape is answered on another thread than the event loop's."""
+    leaving: Callable[[], bool] = lambda: False
+    """Whether the worker was told to end."""
 
 
 class Latency:
@@ -106,6 +108,7 @@ class LaneCollector:
         yield _gauge("kv_page_size_tokens", "Tokens of a KV page.", ready.page_size)
         yield _gauge("servable_length_tokens", "Longest request, prompt and output together.", ready.servable_length)
         yield _gauge("worker_tasks", "asyncio tasks of the worker's event loop.", self._sources.tasks())
+        yield _gauge("leaving", "1 from the moment that the worker was told to end.", int(self._sources.leaving()))
         yield _gauge("queue_age_seconds", "How long the oldest waiting request has waited.", stats.queue_age_s)
         yield _by_label("memory_bytes", "Memory taken at start-up, by part.", "part", ready.memory)
         yield _by_label("startup_seconds", "Start-up time of the engine core, by phase.", "phase", ready.seconds)

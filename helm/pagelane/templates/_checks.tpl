@@ -82,11 +82,6 @@
 {{- end -}}
 
 {{- define "pagelane.modeChecks" -}}
-{{- range $key, $file := dict "dashboard" "files/dashboard.json" "alerts" "files/alerts.yaml" -}}
-{{- if and (index $.Values.monitoring $key).enabled (not ($.Files.Get $file)) -}}
-{{- fail (printf "monitoring.%s.enabled is true, but this version of the chart has no %s: set it to false" $key $file) -}}
-{{- end -}}
-{{- end -}}
 {{- if eq .Values.mode "dynamo" -}}
 {{- if ne (int .Values.worker.systemPort) 9090 -}}
 {{- fail (printf "worker.systemPort is %d, but the operator of mode dynamo takes 9090: leave it at 9090" (int .Values.worker.systemPort)) -}}
