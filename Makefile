@@ -33,7 +33,7 @@ test: lint
 
 # Real frontends and workers that are drained, killed, stopped, flooded and broken: some minutes.
 test-faults: setup
-	$(BIN)/python -m pytest -m "faults and not soak" tests/faults
+	$(BIN)/python -m pytest -m "faults and not soak" tests/faults tests/k8s
 
 # Their long forms: about an hour.
 soak: setup

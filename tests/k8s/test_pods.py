@@ -19,7 +19,7 @@ from tests.k8s.pods import Identity, Pod, resolve
 from tests.k8s.pods_run import RunningPod, Site, Watch, site
 from tests.stack import Client, eventually
 
-pytestmark = pytest.mark.k8s
+pytestmark = [pytest.mark.k8s, pytest.mark.faults]
 
 MODEL = "smollm2-135m-instruct"
 DRAIN_S = 90

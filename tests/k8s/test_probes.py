@@ -20,7 +20,7 @@ from tests.k8s.pods_sim import core_of, simulated_pods
 from tests.k8s.served import client
 from tests.stack import Client, eventually, metrics
 
-pytestmark = pytest.mark.k8s
+pytestmark = [pytest.mark.k8s, pytest.mark.faults]
 
 ROWS, QUEUE = 64, 16
 PATHS = ("/live", "/health")
