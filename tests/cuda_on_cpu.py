@@ -5,20 +5,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import tests.interpreter  # noqa: F401
+from engine.cuda.adjust import LogitsAdjuster
 from engine.cuda.arena import DeviceArena
 from engine.cuda.attention_plan import StepRows
 from engine.cuda.decoder import CudaDecoder, DecoderParts, Ops, TorchOps, rope_rows
 from engine.cuda.executor import CudaExecutor, ExecutorParts, reserve_logits
 from engine.cuda.graphs import DecodeGraphs, Work
 from engine.cuda.inputs import StepInputs
+from engine.cuda.logprobs import DeviceLogprobs
+from engine.cuda.sampling import DeviceSampler
 from engine.kernels.rope_append import rope_append
 from engine.kernels.step_head import write_step
 from engine.ladder import Ladder
+from engine.messages import Logprobs
 from engine.models.config import load_model_config
 from engine.models.decoder import DecoderWeights
 from engine.models.weights import load_weights
@@ -98,6 +103,24 @@ def cuda_lane_on_cpu(
     if buckets is not None:
         executor.capture(DecodeGraphs(Ladder.of(8, buckets), reruns))
     return SimpleNamespace(executor=executor, geometry=geometry, kv=kv, reruns=reruns)
+
+
+def plain_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have rows get their likeliest token, and nothing of what they may ask for beside it: those kernels take seconds
+    in the interpreter, and are held elsewhere.
+    """
+
+    def choose(self: DeviceSampler, logits: Tensor, inputs: StepInputs, rows: slice, out: Tensor) -> None:
+        out.copy_(logits.argmax(-1))
+
+    def nothing(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(DeviceSampler, "choose", choose)
+    monkeypatch.setattr(DeviceLogprobs, "read", nothing)
+    monkeypatch.setattr(DeviceLogprobs, "read_now", lambda *_: Logprobs(b""))
+    monkeypatch.setattr(LogitsAdjuster, "adjust", nothing)
+    monkeypatch.setattr(LogitsAdjuster, "keep", nothing)
 
 
 class Reruns:

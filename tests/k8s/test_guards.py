@@ -14,7 +14,7 @@ from tests.k8s.policies import DRAWN, OUTSIDE, Flow, admitted, flows, listening,
 from tests.k8s.served import client, models, own_network, wait_for_workers
 from tests.stack import eventually, metrics
 
-pytestmark = pytest.mark.k8s
+pytestmark = [pytest.mark.k8s, pytest.mark.faults]
 
 WAIT = ("--wait", "--timeout", "60s")
 LABEL = "nvidia.com/dynamo-discovery-enabled"

@@ -13,7 +13,7 @@ from tests.k8s.cluster import Cluster, networked_cluster
 from tests.k8s.helm_client import NAMESPACE, RELEASE, Helm, HelmError, sim_values
 from tests.k8s.served import METADATA, client, wait_for_workers
 
-pytestmark = pytest.mark.k8s
+pytestmark = [pytest.mark.k8s, pytest.mark.faults]
 
 CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
 BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")

@@ -8,16 +8,14 @@ import torch
 
 from engine.cuda.attention_plan import AttentionPlans, StepRows
 from engine.cuda.flashinfer_raw import signatures
-from engine.cuda.inputs import StepInputs
 from engine.cuda.layout import AttentionCapacity, AttentionLayout
-from engine.cuda.sampling import DeviceSampler
 from engine.cuda.staging import HostDevice
 from engine.ladder import Ladder, LadderError
 from engine.messages import Sampling
 from engine.plan import PlanCapacity
 from engine.step import StepPlan
 from tests import golden
-from tests.cuda_on_cpu import CudaDriver, cuda_lane_on_cpu
+from tests.cuda_on_cpu import CudaDriver, cuda_lane_on_cpu, plain_choice
 from tests.models import tiny_model
 
 NONE = np.zeros(0, np.int64)
@@ -30,12 +28,7 @@ def _cuda_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampler's kernels take seconds in the interpreter."""
-
-    def choose(self: DeviceSampler, logits: torch.Tensor, inputs: StepInputs, rows: slice, out: torch.Tensor) -> None:
-        out.copy_(logits.argmax(-1))
-
-    monkeypatch.setattr(DeviceSampler, "choose", choose)
+    plain_choice(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,13 @@ from engine.cuda.executor import CudaExecutor
 from engine.cuda.graphs import KINDS
 from engine.cuda.kv_memory import SCRATCH_PAGES
 from engine.cuda.lane import CudaBuild, CudaLane, create_cuda_lane
-from engine.cuda.logprobs import DeviceLogprobs
-from engine.cuda.sampling import DeviceSampler
 from engine.ladder import Ladder
 from engine.messages import Sampling
 from engine.plan import PlanCapacity, PlanError
 from engine.step import Chunk, RowStart, StepPlan
 from kv.budget import KvBudgetError
 from kv.table import TableUpdate
-from tests.cuda_on_cpu import CudaDriver
+from tests.cuda_on_cpu import CudaDriver, plain_choice
 from tests.fake_gpu import GRANULE, MIB, FakeGpu, driven, stand_in
 from tests.models import tiny_model
 
@@ -40,13 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed is held elsewhere: the likeliest token will do, without its probability, and few lengths."""
-
-    def choose(_: Any, logits: torch.Tensor, inputs: Any, rows: slice, out: torch.Tensor) -> None:
-        out.copy_(logits.argmax(-1))
-
     stand_in(monkeypatch)
-    monkeypatch.setattr(DeviceSampler, "choose", choose)
-    monkeypatch.setattr(DeviceLogprobs, "read", lambda *_: None)
+    plain_choice(monkeypatch)
     monkeypatch.setattr(provision, "_lengths", lambda capacity: [5])
 
 
