@@ -111,6 +111,7 @@ def serve(channel: Channel, build: Callable[[CoreConfig], "BuiltLane"] = build) 
             memory=built.memory,
             seconds=seconds,
             parameters=tuple(sorted(built.parameters)),
+            step_costs=built.step_costs,
         )
     )
     try:

@@ -41,6 +41,8 @@ class BuiltLane:
     seconds: dict[str, float]
     parameters: frozenset[str]
     """Optional request parameters that the executor honours."""
+    step_costs: tuple[tuple[int, int, float], ...] = ()
+    """See `engine.messages.Ready`."""
 
 
 class LoadProgress:
@@ -66,6 +68,7 @@ def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] =
     """Load the model and build the lane; every refusal is a `ValueError` with one line for the operator."""
     hasher = Blake2bHasher(config.kv_page_size)
     built, line, counting = _create(config, model_dir, hasher.fingerprint, LoadProgress(clock))
+    counters = counting(clock)  # what measuring takes counts, since the pool has the rest of the memory by now
     costs, seconds = None, dict(built.seconds)
     if config.itl_target_ms is not None:
         began = clock()
@@ -78,7 +81,7 @@ def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] =
     scheduler = Scheduler(limits, PagePool(built.capacity), hasher)
     log.info("memory, planned and measured:\n%s", built.report.as_text())
     return BuiltLane(
-        lane=Lane(scheduler, built.executor, clock, counting(clock)),
+        lane=Lane(scheduler, built.executor, clock, counters),
         capacity=built.capacity,
         servable_length=built.servable_length,
         vocab_size=built.model_config.vocab_size,
@@ -86,6 +89,7 @@ def build_lane(config: CoreConfig, model_dir: Path, clock: Callable[[], float] =
         memory=built.report.as_dict(),
         seconds=seconds,
         parameters=built.executor.parameters,
+        step_costs=costs.points() if costs else (),
     )
 
 

@@ -40,6 +40,14 @@ class StepCosts:
             lines.append([str(rows), *(f"{1000 * seconds:.1f}" for seconds in line)])
         return "\n".join(f"{first:>20}" + "".join(f"{cell:>9}" for cell in rest) for first, *rest in lines)
 
+    def points(self) -> tuple[tuple[int, int, float], ...]:
+        """Rows, prompt tokens and seconds of every measured step."""
+        return tuple(
+            (rows, tokens, seconds)
+            for rows, line in zip(self.rows, self.seconds, strict=True)
+            for tokens, seconds in zip(self.tokens, line, strict=True)
+        )
+
     def of(self, rows: int, tokens: int) -> float:
         """Seconds of a step, interpolated between the measured points and extended past the last ones."""
         column = [_line(self.tokens, line, tokens) for line in self.seconds]

@@ -147,6 +147,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Start-up phases."""
     parameters: tuple[str, ...] = ()
     """Optional request parameters that the lane's executor honours (see `engine.step.Executor.parameters`)."""
+    step_costs: tuple[tuple[int, int, float], ...] = ()
+    """Active rows, prompt tokens and seconds of the steps that were measured; none without `itl_target_ms`."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

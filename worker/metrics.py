@@ -112,6 +112,7 @@ class LaneCollector:
         yield _gauge("queue_age_seconds", "How long the oldest waiting request has waited.", stats.queue_age_s)
         yield _by_label("memory_bytes", "Memory taken at start-up, by part.", "part", ready.memory)
         yield _by_label("startup_seconds", "Start-up time of the engine core, by phase.", "phase", ready.seconds)
+        yield _step_costs(ready.step_costs)
         yield from self._counters(stats)
 
     def _counters(self, stats: Stats) -> Iterable[Metric]:
@@ -176,6 +177,14 @@ def _by_label(name: str, text: str, label: str, values: dict[str, Any]) -> Gauge
     family = GaugeMetricFamily(PREFIX + name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
+    return family
+
+
+def _step_costs(costs: Iterable[tuple[int, int, float]]) -> GaugeMetricFamily:
+    text = "Time of a step as measured at start-up, by active rows and prompt tokens."
+    family = GaugeMetricFamily(PREFIX + "step_cost_seconds", text, labels=["rows", "prompt_tokens"])
+    for rows, tokens, seconds in costs:
+        family.add_metric([str(rows), str(tokens)], seconds)
     return family
 
 

@@ -65,6 +65,7 @@ def test_every_name_and_label_is_exported(exported: str) -> None:
         "pagelane_kv_page_size_tokens",
         "pagelane_servable_length_tokens",
         "pagelane_startup_seconds",
+        "pagelane_step_cost_seconds",
         "pagelane_worker_tasks",
     }
 

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+import engine.build
 from engine.lane import Lane, LaneBroken
 from engine.messages import Sampling
+from engine.step import DeviceCounters
+from engine.warmup import measure_step_costs
 from kv.hashing import pack_tokens
 from tests import golden
 from tests.models import tiny_model
@@ -171,10 +174,31 @@ def test_token_ids_cross_as_little_endian_int32():
     assert array("i", [1, -2]).tobytes() == pack_tokens([1, -2])
 
 
+def test_what_the_measured_steps_take_of_the_device_counts(model, monkeypatch):
+    create, allocated = engine.build._create, []
+
+    def create_counting(*arguments):
+        def counting(_):
+            before = len(allocated)
+            return lambda: DeviceCounters(allocations_after_warmup=len(allocated) - before)
+
+        return (*create(*arguments)[:2], counting)
+
+    def measure(*arguments):
+        allocated.append("a segment")
+        return measure_step_costs(*arguments)
+
+    monkeypatch.setattr(engine.build, "_create", create_counting)
+    monkeypatch.setattr(engine.build, "measure_step_costs", measure)
+    assert build(model[0], itl_target_ms=10.0).lane.stats().allocations_after_warmup == 1
+
+
 def test_an_inter_token_target_is_measured_and_changes_no_text(model):
     directory, references = model
     built = build(directory, itl_target_ms=0.001, min_chunk_tokens=16)
     budgets = built.lane.scheduler.config.chunk_budgets
+    assert {rows for rows, _, _ in built.step_costs} == {1, 3, 7}
+    assert build(directory).step_costs == ()
     assert len(budgets) == 9
     assert budgets[0] == 256  # nobody waits
     assert all(16 <= tokens <= 256 - rows for rows, tokens in enumerate(budgets))

@@ -16,6 +16,7 @@ READY = Ready(
     load_line="",
     memory={"weights": 7, "kv_pool": 9},
     seconds={"load": 1.5},
+    step_costs=((1, 0, 0.003), (1, 64, 0.007)),
 )
 # Every field has a value of its own, so that a mix-up shows.
 STATS = Stats(**{name: type(default)(1000 + index) for index, (name, default) in enumerate(Stats().__rich_repr__())})
@@ -82,6 +83,11 @@ def test_what_the_core_said_at_its_start_is_exported():
     assert found["pagelane_servable_length_tokens", ""] == 1600
     assert found["pagelane_memory_bytes", "kv_pool"] == 9
     assert found["pagelane_startup_seconds", "load"] == 1.5
+    costs = scrape()[1]["pagelane_step_cost_seconds"].samples
+    assert {(one.labels["rows"], one.labels["prompt_tokens"], one.value) for one in costs} == {
+        ("1", "0", 0.003),
+        ("1", "64", 0.007),
+    }
 
 
 def test_published_events_and_errors_are_exported():

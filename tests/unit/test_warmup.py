@@ -51,6 +51,36 @@ def test_the_table_has_the_times_that_steps_take() -> None:
     assert executor.now < 1.0, "a start has to wait for it"
 
 
+def test_a_step_that_the_machine_held_up_changes_no_budget() -> None:
+    executor = Clocked()
+    quiet = measure_step_costs(executor, config(), 8192, lambda: executor.now)
+    launch, calls = executor.launch, 0
+
+    def held_up(plan: StepPlan) -> StepPlan:
+        nonlocal calls
+        calls += 1
+        executor.now += 0.1 * (calls % 4 == 2)  # one of the steps that are timed at each point
+        return launch(plan)
+
+    executor.launch = held_up  # type: ignore[method-assign]
+    noisy = measure_step_costs(executor, config(), 8192, lambda: executor.now)
+    assert [time for *_, time in noisy.points()] == pytest.approx([time for *_, time in quiet.points()])
+
+
+def test_more_prompt_tokens_never_cost_less() -> None:
+    executor = Clocked()
+
+    def collect(handle: object) -> StepResult:
+        assert isinstance(handle, StepPlan)
+        executor.now += 0.02 * (handle.tokens - len(handle.decode_rows) == 64)
+        return StepResult([0] * len(handle.sampled_rows))
+
+    executor.collect = collect  # type: ignore[method-assign]
+    for line in measure_step_costs(executor, config(), 8192, lambda: executor.now).seconds:
+        assert list(line) == sorted(line)
+        assert line[1] == pytest.approx(line[2])
+
+
 @pytest.mark.parametrize("speed", [1.0, 0.0])
 @pytest.mark.parametrize(
     ("values", "servable"),
