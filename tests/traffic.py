@@ -60,7 +60,9 @@ class Run:
     """What a trace gave."""
 
     samples: list[Sample] = field(default_factory=list)
-    first_token: dict[int, float] = field(default_factory=dict)
+    sent: dict[int, float] = field(default_factory=dict)
+    tokens: dict[int, list[float]] = field(default_factory=dict)
+    """When each token of a request came, by its place in the trace."""
     ended: dict[int, float] = field(default_factory=dict)
     decisions: str = ""
     """Digest of every step plan: two runs that decided alike have the same."""
@@ -69,6 +71,10 @@ class Run:
     @property
     def seconds(self) -> float:
         return self.samples[-1].time
+
+    @property
+    def first_token(self) -> dict[int, float]:
+        return {key: times[0] for key, times in self.tokens.items()}
 
     @property
     def useful_share(self) -> float:
@@ -92,16 +98,36 @@ class Traffic:
         self.result = Run(scheduler=self.scheduler)
         self._digest = hashlib.blake2b(digest_size=16)
         self._clock = 0.0
+        self._pending: list[tuple[float, int]] = []
+        self._next: dict[int, tuple[float, int]] = {}
+        """By request: what its user sends afterwards, and how much later."""
 
-    def run(self, arrivals: list[Arrival], until: float | None = None) -> Run:
-        """Play the trace to its end, or until that time."""
-        pending = [(arrival.time, key) for key, arrival in enumerate(arrivals)]
+    def run_users(self, users: list[list[Arrival]]) -> Run:
+        """Every user sends their next request so long after their last one has ended as its `time` says."""
+        arrivals = [arrival for own in users for arrival in own]
+        key = 0
+        for own in users:
+            self._pending.append((own[0].time, key))
+            for arrival in own[1:]:
+                self._next[key] = (arrival.time, key + 1)
+                key += 1
+            key += 1
+        return self._play(arrivals)
+
+    def run(self, arrivals: list[Arrival]) -> Run:
+        """Play the trace to its end."""
+        self._pending = [(arrival.time, key) for key, arrival in enumerate(arrivals)]
+        return self._play(arrivals)
+
+    def _play(self, arrivals: list[Arrival]) -> Run:
+        pending = self._pending
         heapq.heapify(pending)
         flying: deque[tuple[float, StepPlan]] = deque()
         busy_until = 0.0
-        while until is None or self._clock < until:
+        while True:
             while pending and pending[0][0] <= self._clock:
                 key = heapq.heappop(pending)[1]
+                self.result.sent[key] = self._clock
                 self.scheduler.submit(self._submit(key, arrivals[key]), self._clock)
             plan = self.scheduler.plan(self._clock)
             if plan is not None:
@@ -139,9 +165,12 @@ class Traffic:
         self._clock = max(self._clock, ends)
         effects = self.scheduler.resolve(StepResult([7] * len(plan.sampled_rows)))
         for key in effects.keys:
-            self.result.first_token.setdefault(key, self._clock)
+            self.result.tokens.setdefault(key, []).append(self._clock)
         for finished in effects.finished:
             self.result.ended[finished.key] = self._clock
+            if finished.key in self._next:
+                later, key = self._next[finished.key]
+                heapq.heappush(self._pending, (self._clock + later, key))
         rows, pool = self.scheduler.rows, self.scheduler.pool
         self.result.samples.append(
             Sample(

@@ -5,6 +5,7 @@ import pytest
 from engine.admission import lifetime_pages
 from engine.scheduling import SchedulerConfig
 from engine.step import StepResult
+from tests.bench.chunk_targets import CARDS, closed_loop, gaps_ms, long_prompts, quantile
 from tests.sim import Job, SimLane
 from tests.traffic import Arrival, Traffic, poisson
 
@@ -72,6 +73,14 @@ def test_a_chunk_target_bounds_the_longest_step_beside_active_rows():
 
     assert longest(bounded) < 0.5 * longest(free)
     assert len(bounded.ended) == len(free.ended) == 24
+
+
+@pytest.mark.parametrize(("card", "longest_ms"), [(CARDS[0], 11.5), (CARDS[1], 20.0)], ids=["quick host", "slow host"])
+def test_a_target_of_ten_milliseconds_keeps_streams_going_and_costs_few_tokens(card, longest_ms):
+    assert quantile(gaps_ms(long_prompts(card, None)), 0.99) > 28
+    assert quantile(gaps_ms(long_prompts(card, 10.0)), 0.99) < longest_ms
+    free, bounded = (closed_loop(card, target, 64).tokens_per_second for target in (None, 10.0))
+    assert bounded >= 0.98 * free
 
 
 @pytest.mark.parametrize("lag", [0, 2])
